@@ -1,0 +1,1 @@
+"""helixctl trains drafters for speculative decoding, and small causal language models."""

@@ -1,0 +1,1 @@
+"""Documents in, micro-batches out: formats, store, packing, anchors, reader."""

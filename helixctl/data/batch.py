@@ -1,0 +1,60 @@
+"""What travels through the pipeline: a micro-batch of packed rows, and the same micro-batch inside a slot.
+
+Legend: R rows, S tokens per row (``seq_len``), A anchors per row (``num_anchors``), K taps, H target width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+Role = Literal["train", "validation"]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows that go through the pipeline together; all tensors on the CPU, never changed after creation."""
+
+    seq: int
+    """Place in the run's one sequence of micro-batches, training and validation together."""
+    role: Role
+    index: int
+    """Place among the micro-batches of its role (validation: within its pass)."""
+    epoch: int
+    """Epoch of the first row."""
+    input_ids: Tensor  # [R, S] int64
+    position_ids: Tensor  # [R, S] int64, restart at 0 in every document
+    document_ids: Tensor  # [R, S] int32, 0, 1, ... within a row; -1 on padding
+    loss_mask: Tensor  # [R, S] bool, supervised tokens
+    anchors: Tensor  # [R, A] int64, sorted within a row; 0 where invalid
+    anchor_valid: Tensor  # [R, A] bool
+    documents: tuple[tuple[int, ...], ...]
+    """Store indices of the documents of each row, in order."""
+    spans: tuple[tuple[tuple[int, int], ...], ...]
+    """Per row, the [start, end) of every document, in order; padding is in none."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens, padding excluded."""
+        return sum(end - start for row in self.spans for start, end in row)
+
+
+@dataclass
+class SlotBatch:
+    """The micro-batch as a drafter sees it: tensors of fixed shape and address on the drafter's device.
+
+    Written by a target's postprocess thread, read by one drafter, reused for a later micro-batch.
+    """
+
+    features: list[Tensor]  # K x [R, S, H]
+    input_ids: Tensor  # [R, S] int64
+    position_ids: Tensor  # [R, S] int64
+    document_ids: Tensor  # [R, S] int32
+    loss_mask: Tensor  # [R, S] bool
+    anchors: Tensor  # [R, A] int64
+    anchor_valid: Tensor  # [R, A] bool
+    last_hidden: Tensor | None = None  # [R, S, H], after the last layer, before the final norm
+    batch: MicroBatch | None = field(default=None, repr=False)
+    """The micro-batch that now fills the slot (its CPU tensors and numbers)."""

@@ -1,0 +1,1 @@
+"""Plug-ins: one file per dataset format; the file's name is the recipe's format."""

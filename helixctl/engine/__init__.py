@@ -1,0 +1,1 @@
+"""Threads, channels, slots, gate and supervisor. Knows no models and no recipe."""

@@ -1,0 +1,1 @@
+"""Meters, metric names and sinks."""

@@ -1,0 +1,1 @@
+"""The frozen target and the drafters."""

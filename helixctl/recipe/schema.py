@@ -1,0 +1,243 @@
+"""The recipe: every option, its default and its unit, in one place.
+
+Sections are strict (unknown keys are errors) and frozen. A drafter's own options live in its plug-in folder
+(``models/drafters/<algorithm>/options.py``) and are checked by ``load.py``. Never imports torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Auto = Literal["auto"]
+
+
+class Section(BaseModel):
+    """Base of every group of options: unknown keys are errors, values never change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class RunOptions(Section):
+    """Where a run lives and what makes it repeatable."""
+
+    dir: Path
+    """Run directory: recipe, plan, metrics, checkpoints."""
+    seed: NonNegativeInt = 0
+    """Seeds document order, packing, anchors, initial weights and noise."""
+    deterministic: bool = False
+    """Bit-equal repeats on GPUs: no autotuning, deterministic kernels. CPU runs always are."""
+
+
+class TargetOptions(Section):
+    """The frozen model whose hidden states train the drafter."""
+
+    model: str
+    """Folder of a Hugging Face checkpoint, or a hub name."""
+    config: Path | None = None
+    """A stored config.json, used by `plan` when the model itself is not on this machine."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Weights and compute. auto: the checkpoint's own; float32 on a CPU without bfloat16 instructions."""
+    attention: Literal["auto", "segments", "flex", "dense"] = "auto"
+    """How packed documents are kept apart: one call per document, compiled flex_attention, or one dense mask (the slow reference)."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Compile the target's layers; auto: on a GPU."""
+    trust_remote_code: bool = False
+    """Run Python code that the checkpoint brings along."""
+
+
+class SourceOptions(Section):
+    """One set of training documents."""
+
+    path: Path
+    """JSONL file (may end in .gz), text file, or a folder of them."""
+    format: str = "chat"
+    """chat, text or tokens: a plug-in in data/formats."""
+    weight: PositiveFloat = 1.0
+    """Share relative to the other sources; 1.0 for all means every document once."""
+    field: str | None = None
+    """Name of the JSON field that holds the conversation or text, where it is not the usual one."""
+
+
+class HeldOutOptions(Section):
+    """Documents kept for validation."""
+
+    fraction: Fraction = 0.01
+    """Share of conversations, chosen by a hash of their content."""
+    sources: tuple[SourceOptions, ...] = ()
+    """Files used for validation only, in addition to the share."""
+
+
+class RegenerateOptions(Section):
+    """How `prepare --regenerate` lets the target write the answers."""
+
+    max_new_tokens: PositiveInt = 512
+    """Longest answer, in tokens."""
+    batch_size: PositiveInt = 32
+    """Prompts decoded together."""
+    temperature: NonNegativeFloat = 0.0
+    """0 is greedy."""
+
+
+class DataOptions(Section):
+    """Documents in, rows out."""
+
+    train: tuple[SourceOptions, ...] = Field(min_length=1)
+    """Sources of training documents."""
+    validation: HeldOutOptions = HeldOutOptions()
+    """Held-out documents."""
+    store: Path
+    """Folder that `prepare` writes and `train` reads."""
+    seq_len: PositiveInt = 2048
+    """Tokens per row; longer documents are cut here."""
+    packing: bool = True
+    """Several documents per row; off: one document per row."""
+    mask_policy: Literal["all_turns", "last_turn"] = "all_turns"
+    """Which assistant turns are supervised."""
+    regenerate: RegenerateOptions = RegenerateOptions()
+    """Options of `prepare --regenerate`."""
+    workers: NonNegativeInt = 2
+    """Processes that `prepare` uses (started by spawn); 0 works in this process."""
+    max_dropped: Fraction = 0.5
+    """`prepare` fails when a larger share of documents is dropped."""
+
+
+class TrainOptions(Section):
+    """The optimizer loop. A step is always an optimizer step."""
+
+    epochs: PositiveInt | None = None
+    """Passes over the training documents; give epochs or steps."""
+    steps: PositiveInt | None = None
+    """Optimizer steps; give epochs or steps."""
+    micro_batch_rows: PositiveInt = 1
+    """Rows that go through the pipeline together."""
+    grad_accum_steps: PositiveInt = 1
+    """Micro-batches per drafter and step."""
+    learning_rate: PositiveFloat = 6.0e-4
+    """Peak learning rate."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """Shape after warm-up; wsd holds the peak, then falls over the last `decay_ratio` of the steps."""
+    warmup_ratio: Fraction = 0.04
+    """Share of the steps with a rising learning rate."""
+    decay_ratio: Fraction = 0.2
+    """Share of the steps that wsd spends falling."""
+    min_lr_ratio: Fraction = 0.0
+    """Final learning rate over the peak."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """AdamW's moment decays."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay; never on norms."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Gradient clipping threshold, over all parameters."""
+    compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """The drafter's matrix products; masters are always float32. auto: bfloat16 where the hardware has it."""
+    max_bad_steps: PositiveInt = 3
+    """Stop after this many consecutive steps whose loss or gradient norm is not finite."""
+    log_every_steps: PositiveInt = 10
+    """Steps per logged window."""
+
+
+class ValidationOptions(Section):
+    """Validation during training, and the defaults of `helixctl validate`."""
+
+    every_steps: NonNegativeInt = 500
+    """0 turns it off."""
+    rows: PositiveInt = 64
+    """Rows per pass, rounded up to whole micro-batches."""
+    live_prompts: NonNegativeInt = 8
+    """Prompts decoded by `validate`, taken from the held-out documents."""
+    max_new_tokens: PositiveInt = 128
+    """Longest decoded answer, in tokens."""
+    batch_size: PositiveInt = 8
+    """Prompts decoded together."""
+    num_workers: NonNegativeInt = 0
+    """Reserved for loaders that use processes; validation reads the store with threads."""
+
+
+class PipelineOptions(Section):
+    """Which devices run what, and how far the stages may run ahead."""
+
+    targets: Auto | tuple[str, ...] = "auto"
+    """Devices of the target loops, e.g. [cuda:0, cuda:1]."""
+    drafters: Auto | tuple[str, ...] = "auto"
+    """Devices of the drafter loops."""
+    readers: PositiveInt = 1
+    """Reader threads."""
+    transport: Literal["auto", "peer", "pinned"] = "auto"
+    """How features cross devices."""
+    slots: Auto | PositiveInt = "auto"
+    """Input buffers per drafter; auto: the smallest number that never stalls."""
+    stall_timeout_s: PositiveFloat = 300.0
+    """A run without any progress for this long ends with a report."""
+    start_timeout_s: PositiveFloat = 1800.0
+    """Longest time for loading, compiling and warming up."""
+    threads: Auto | PositiveInt = "auto"
+    """CPU threads of each compute stage on a CPU run."""
+
+
+class CompileOptions(Section):
+    """torch.compile."""
+
+    mode: Literal["auto", "on", "off"] = "auto"
+    """auto: on a GPU."""
+    cache: Path | None = None
+    """Folder of compiled code that outlives the run."""
+    on_recompile: Literal["fail", "warn"] = "fail"
+    """What a recompilation after warm-up does."""
+
+
+class CheckpointOptions(Section):
+    """What is saved, when, and how many are kept."""
+
+    every_steps: PositiveInt = 500
+    """Steps between checkpoints; the last step always saves."""
+    keep_last: PositiveInt = 3
+    """Newest checkpoints kept, beside the best."""
+    best: str = "val/accept_len"
+    """Metric that chooses the best checkpoint; larger is better, unless it ends in `loss`."""
+
+
+class MetricsOptions(Section):
+    """Where numbers go."""
+
+    sinks: tuple[str, ...] = ("console", "jsonl", "tensorboard")
+    """Plug-ins in metrics/sinks."""
+
+
+class Recipe(Section):
+    """What the user wrote, checked. `drafter` holds the options object of the chosen plug-in."""
+
+    kind: Literal["drafter"] = "drafter"
+    """What is trained."""
+    run: RunOptions
+    target: TargetOptions
+    data: DataOptions
+    drafter: Any
+    train: TrainOptions = TrainOptions()
+    validation: ValidationOptions = ValidationOptions()
+    pipeline: PipelineOptions = PipelineOptions()
+    compile: CompileOptions = CompileOptions()
+    checkpoint: CheckpointOptions = CheckpointOptions()
+    metrics: MetricsOptions = MetricsOptions()
+
+
+class DrafterOptions(Section):
+    """Options that every drafter algorithm has; plug-ins extend it in their options.py."""
+
+    algorithm: str
+    """Name of a plug-in folder in models/drafters."""
+    num_layers: PositiveInt = 5
+    """Decoder layers of the drafter."""
+    num_taps: PositiveInt | None = None
+    """Number of tapped target layers, spread evenly; default: num_layers. Ignored when target_layer_ids is given."""
+    target_layer_ids: tuple[NonNegativeInt, ...] | None = None
+    """0-based target layers whose output is captured."""
+    block_size: Annotated[int, Field(ge=2)] = 16
+    """Tokens drafted per block, the anchor included."""
+    num_anchors: PositiveInt = 512
+    """Blocks per row."""
+    mask_token_id: NonNegativeInt
+    """Fills the rest of a block: a row of the embedding that never occurs in text; not eos, not pad."""

@@ -1,0 +1,1 @@
+"""The optimizer loop and the only place that wires stages together."""
