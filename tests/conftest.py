@@ -1,0 +1,41 @@
+"""What all tests share: one computing thread, `gpu` tests skip without a GPU, the folder of shared data."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Read by torch when it is first imported: results do not depend on the machine, and test processes share the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# A test never reaches for a model on the network.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+# A busy machine makes any deadline per example flaky; pytest's own timeout stands.
+settings.register_profile("helixctl", deadline=None)
+settings.load_profile("helixctl")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test marked `gpu` where there is no GPU; torch is imported for those tests only."""
+    if item.get_closest_marker("gpu") is None:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(scope="session")
+def shared_dir() -> Path:
+    """Folder `shared` beside the checkout: recorded inputs too large for the repository."""
+    path = ROOT.parent / "shared"
+    if not path.is_dir():
+        pytest.skip("no folder `shared` beside the checkout")
+    return path
