@@ -1,0 +1,198 @@
+"""What a target's config.json says, in our words. Never imports torch or transformers.
+
+Configurations of multimodal models nest the language model's values in `text_config`; those are the ones read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from helixctl.errors import ModelError
+from helixctl.recipe.schema import TargetOptions
+
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_RECURRENT_TYPES = ("mamba", "rwkv", "jamba", "recurrent_gemma", "zamba", "bamba", "falcon_h1", "lfm2", "nemotron_h")
+_RECURRENT_LAYERS = ("linear_attention", "mamba", "recurrent", "conv", "ssm")
+_SCALED_LOGITS = ("logits_scaling", "logit_scale")
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """Sizes and constants of the target."""
+
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    """Rows of the embedding; at least the tokenizer's length."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    tie_word_embeddings: bool
+    """The head is the embedding."""
+    model_type: str
+    max_positions: int
+    rope_theta: float
+    rms_norm_eps: float
+    recurrent: bool
+    """Some layers carry a state along the row: documents cannot share one."""
+    embedding_scale: float
+    """Embeddings are multiplied by this before the first layer."""
+    logit_softcap: float | None
+    """Logits become cap x tanh(logits / cap)."""
+    architectures: tuple[str, ...]
+    dtype: str
+    """Of the stored weights: bfloat16, float16 or float32."""
+    bos_token_ids: tuple[int, ...]
+    eos_token_ids: tuple[int, ...]
+    """Tokens that end an answer: those of generation_config.json too, where it exists."""
+    pad_token_ids: tuple[int, ...]
+    num_experts: int = 0
+    """0 without mixture-of-experts layers."""
+    expert_intermediate_size: int = 0
+    raw: dict[str, Any] = field(default_factory=dict, repr=False, hash=False, compare=False)
+    """The whole config.json."""
+
+
+def read_target_facts(options: TargetOptions) -> TargetFacts:
+    """Facts of the target: from `target.config` if given, else the model's folder, else the hub (or its cache).
+
+    Raises:
+        ModelError: no config.json, not one of a decoder, or two that differ.
+    """
+    local = Path(options.model) / "config.json"
+    if options.config is None:
+        return _read_facts(local if Path(options.model).is_dir() else _hub_config(options.model))
+    facts = _read_facts(options.config)
+    if local.is_file() and _read_facts(local) != facts:
+        raise ModelError(
+            f"target.config {options.config} is not the configuration of {options.model}",
+            fix="take target.config away; it is for models that are not on this machine",
+        )
+    return facts
+
+
+def target_parameters(facts: TargetFacts) -> int:
+    """Weights of the whole target, norms and biases left out."""
+    attention = facts.hidden_size * facts.head_dim * (2 * facts.num_heads + 2 * facts.num_kv_heads)
+    mlp = 3 * facts.hidden_size * (facts.intermediate_size or 4 * facts.hidden_size)
+    if facts.num_experts:
+        mlp = 3 * facts.hidden_size * facts.expert_intermediate_size * facts.num_experts
+    tables = facts.vocab_size * facts.hidden_size * (1 if facts.tie_word_embeddings else 2)
+    return tables + facts.num_layers * (attention + mlp)
+
+
+def _read_facts(path: Path) -> TargetFacts:
+    raw = _read_json(path)
+    config = raw.get("text_config") or raw.get("llm_config") or raw
+    if not isinstance(config, dict):
+        raise ModelError(f"{path}: text_config is not a section", fix="name a model with a decoder")
+    for name in _SCALED_LOGITS:
+        if config.get(name, 1) not in (1, None):
+            message = f"{path}: {name} is {config[name]}; scaled logits are not supported"
+            raise ModelError(message, fix="use another target")
+    generation = path.with_name("generation_config.json")
+    more = _read_json(generation) if generation.is_file() else {}
+    try:
+        return _facts(raw, config, more)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        missing = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
+        raise ModelError(f"{path} is not the configuration of a decoder: {missing}", fix="name a causal LM") from error
+
+
+def _facts(raw: dict[str, Any], config: dict[str, Any], generation: dict[str, Any]) -> TargetFacts:
+    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    model_type = str(config.get("model_type") or raw.get("model_type", ""))
+    dtypes = [place.get(name) for place in (config, raw) for name in ("dtype", "torch_dtype")]
+    dtype = str(next((dtype for dtype in dtypes if dtype), "float32"))
+    return TargetFacts(
+        num_layers=int(config["num_hidden_layers"]),
+        hidden_size=hidden,
+        vocab_size=int(config["vocab_size"]),
+        num_heads=heads,
+        num_kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_dim=int(config.get("head_dim") or hidden // heads),
+        intermediate_size=int(config.get("intermediate_size") or 0),
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", raw.get("tie_word_embeddings", False))),
+        model_type=model_type,
+        max_positions=int(config.get("max_position_embeddings") or 0),
+        rope_theta=_rope_theta(config),
+        rms_norm_eps=float(config.get("rms_norm_eps") or config.get("layer_norm_epsilon") or 1e-6),
+        recurrent=_is_recurrent(model_type, config),
+        embedding_scale=_embedding_scale(model_type, hidden, config),
+        logit_softcap=_optional_float(config.get("final_logit_softcapping")),
+        architectures=tuple(raw.get("architectures") or ()),
+        dtype=dtype.removeprefix("torch."),
+        bos_token_ids=_ids(raw, config, generation, "bos_token_id"),
+        eos_token_ids=_ids(raw, config, generation, "eos_token_id"),
+        pad_token_ids=_ids(raw, config, generation, "pad_token_id"),
+        num_experts=int(config.get("num_experts") or config.get("num_local_experts") or 0),
+        expert_intermediate_size=int(config.get("moe_intermediate_size") or config.get("intermediate_size") or 0),
+        raw=raw,
+    )
+
+
+def _rope_theta(config: dict[str, Any]) -> float:
+    """Base of the full-attention layers; transformers 5 has it in `rope_parameters`, by layer type if they differ."""
+    parameters = config.get("rope_parameters") or {}
+    parameters = parameters.get("full_attention", parameters)
+    return float(config.get("rope_theta") or parameters.get("rope_theta") or 10_000.0)
+
+
+def _is_recurrent(model_type: str, config: dict[str, Any]) -> bool:
+    layers = " ".join(str(kind) for kind in config.get("layer_types") or ())
+    return model_type.startswith(_RECURRENT_TYPES) or any(kind in layers for kind in _RECURRENT_LAYERS)
+
+
+def _embedding_scale(model_type: str, hidden_size: int, config: dict[str, Any]) -> float:
+    """Gemma multiplies by sqrt(hidden size), Granite by a number of its own."""
+    if model_type.startswith("gemma"):
+        return math.sqrt(hidden_size)
+    return float(config.get("embedding_multiplier") or 1.0)
+
+
+def _optional_float(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _ids(raw: dict[str, Any], config: dict[str, Any], generation: dict[str, Any], name: str) -> tuple[int, ...]:
+    """Token ids under one name in all three places; each may be absent, a number or a list."""
+    found: list[int] = []
+    for place in (config, raw, generation):
+        value = place.get(name)
+        found += [int(i) for i in (value if isinstance(value, list) else [value]) if i is not None]
+    return tuple(dict.fromkeys(found))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        fix = "name the folder of a Hugging Face checkpoint in target.model"
+        raise ModelError(f"there is no {path}", fix=fix) from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}", fix="download the model again") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} holds no JSON object", fix="download the model again")
+    return content
+
+
+def _hub_config(name: str) -> Path:
+    """config.json of a hub model, from the cache or downloaded."""
+    fix = "download it, set target.model to a folder, or give `plan --target-config FILE`"
+    if name.startswith(("/", ".", "~")):
+        raise ModelError(f"there is no folder {name}", fix="check target.model")
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    cached = try_to_load_from_cache(name, "config.json")
+    if isinstance(cached, str):
+        return Path(cached)
+    try:
+        return Path(hf_hub_download(name, "config.json", etag_timeout=10))
+    except Exception as error:  # huggingface_hub raises a dozen unrelated classes here, all with the same remedy
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(f"target.model {name!r} is neither a folder nor on the hub: {reason}", fix=fix) from error
