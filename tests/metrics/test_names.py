@@ -1,0 +1,35 @@
+"""Metric names: one form, one meaning each."""
+
+from __future__ import annotations
+
+import re
+
+from helixctl.metrics import names
+
+FORM = re.compile(r"[a-z]+(/[a-z0-9_-]+)+")
+
+
+def constants() -> dict[str, str]:
+    return {key: value for key, value in vars(names).items() if key.isupper() and isinstance(value, str)}
+
+
+def test_every_name_has_the_form_and_a_meaning() -> None:
+    assert set(constants().values()) == set(names.MEANINGS)
+    assert all(FORM.fullmatch(name) for name in names.MEANINGS)
+    assert all(meaning for meaning in names.MEANINGS.values())
+
+
+def test_names_are_distinct() -> None:
+    assert len(set(constants().values())) == len(constants())
+
+
+def test_families_have_the_form() -> None:
+    assert names.val_accuracy(3) == "val/acc_3"
+    assert names.channel_send_wait_s("features") == "pipeline/features/send_wait_s"
+    for family in (names.channel_send_wait_s, names.channel_receive_wait_s, names.channel_occupancy):
+        assert FORM.fullmatch(family("target-0"))
+
+
+def test_only_losses_are_better_when_smaller() -> None:
+    assert not names.larger_is_better(names.VAL_LOSS)
+    assert names.larger_is_better(names.VAL_ACCEPT_LEN)
