@@ -1,0 +1,94 @@
+"""Options of a decode, and what comes out of it. Nothing here runs a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Finish = Literal["stop", "length"]
+Kind = Literal["prefill", "draft", "bonus"]
+
+
+@dataclass(frozen=True)
+class DecodeOptions:
+    """How prompts are answered."""
+
+    max_new_tokens: int
+    """Longest answer, in tokens; a stop token counts."""
+    stop_ids: frozenset[int] = frozenset()
+    """An answer ends with the first of these; it is kept as the last token."""
+    block_size: int | None = None
+    """Tokens verified at once, the anchor included; at most the drafter's own, which is what None means."""
+    batch_size: int = 32
+    """Rows decoded together; further prompts wait and take the place of finished ones."""
+    max_len: int | None = None
+    """The target's position limit: most tokens of prompt and answer together. Reaching it is finish `length`."""
+    temperature: float = 0.0
+    """0 is greedy; speculative decoding is greedy only."""
+    seed: int = 0
+    """With a prompt's ids, seeds its samples: they do not depend on the other prompts."""
+    record_margins: bool = False
+    """Keep the gap of the two best logits of every token (plain greedy decoding; needed by compare_greedy)."""
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """The answer to one prompt."""
+
+    prompt_ids: tuple[int, ...]
+    tokens: tuple[int, ...]
+    """Emitted tokens; a stop token is the last of them."""
+    accepted: tuple[int, ...]
+    """Tokens emitted by each verify cycle, bonus included. The first token comes from the prefill and is in none. A
+    last cycle cut by a stop token or by the length limit counts what it emitted: sum(accepted) == len(tokens) - 1."""
+    finish: Finish
+    last_is_bonus: bool = True
+    """Whether the last cycle got as far as its bonus token; false when it was cut inside the accepted drafts."""
+    margins: tuple[float, ...] = ()
+    """Gap between the two best logits, per token; empty unless asked for."""
+
+    @property
+    def accept_len(self) -> float | None:
+        """Mean tokens emitted per verify cycle; None without any cycle."""
+        return sum(self.accepted) / len(self.accepted) if self.accepted else None
+
+    @property
+    def segments(self) -> tuple[tuple[int, Kind], ...]:
+        """Every token with where it came from, for colouring; plain decoding has only `prefill` and `bonus`."""
+        kinds: list[Kind] = ["prefill"]
+        for cycle, emitted in enumerate(self.accepted):
+            whole = self.last_is_bonus or cycle < len(self.accepted) - 1
+            kinds.extend("draft" for _ in range(emitted - whole))
+            kinds.extend("bonus" for _ in range(whole))
+        return tuple(zip(self.tokens, kinds, strict=True))
+
+
+@dataclass(frozen=True)
+class DecodeProgress:
+    """How far a decode has come."""
+
+    num_done: int
+    """Prompts answered."""
+    num_prompts: int
+    num_tokens: int
+    """Tokens emitted so far, by all prompts."""
+
+
+def accept_len(decoded: Iterable[Decoded]) -> float | None:
+    """Mean tokens emitted per verify cycle, over all cycles of all prompts (long answers weigh more); None without any.
+
+    Engines (vLLM, SGLang) count this way; the mean of the prompts' own `accept_len` is what the papers' scripts print.
+    """
+    cycles = [emitted for one in decoded for emitted in one.accepted]
+    return sum(cycles) / len(cycles) if cycles else None
+
+
+def clip(tokens: Sequence[int], room: int, stop_ids: frozenset[int]) -> tuple[list[int], Finish | None]:
+    """What is emitted of a cycle's `tokens`: up to the first stop id, at most `room`; and why the answer ends, if so."""
+    kept: list[int] = []
+    for token in tokens[:room]:
+        kept.append(token)
+        if token in stop_ids:
+            return kept, "stop"
+    return kept, "length" if len(kept) == room else None

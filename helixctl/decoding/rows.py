@@ -1,0 +1,257 @@
+"""The batch of rows that is being decoded: prefill, draft, verify, accept, give a row to the next prompt, shrink.
+
+One cycle serves plain and speculative decoding: without a drafter a block is the anchor alone. Rolling back needs no
+work, because positions are overwritten and a query sees no position above its own; for the same reason rows that are
+finished may stay in the batch and decode garbage until they are replaced or dropped.
+
+Legend: R rows of the target's cache, L lanes (rows of the drafter), T tokens per row, B block_size, K taps, H target
+width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from helixctl.decoding.decoded import Decoded, DecodeOptions, Finish, clip
+from helixctl.decoding.greedy import accepted_drafts, best_tokens, margins, sample_tokens
+from helixctl.decoding.policy import DecodeTarget, DraftPolicy
+
+PREFILL_TOKENS = 16384
+"""Tokens per prefill call, padding included: bounds the activations of a batch of long prompts."""
+
+
+@dataclass
+class Row:
+    """One prompt on its way."""
+
+    index: int
+    """Place among the prompts of the call."""
+    prompt: tuple[int, ...]
+    limit: int
+    """Most tokens that are emitted."""
+    generator: random.Random
+    lane: int = -1
+    """Row of the drafter; keeps its number when the target's rows move."""
+    tokens: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    margins: list[float] = field(default_factory=list)
+    last_is_bonus: bool = True
+    finish: Finish | None = None
+    taken: bool = False
+    """The finished answer was handed out."""
+
+    @property
+    def anchor(self) -> int:
+        """The last known token, not yet seen by the target."""
+        return self.tokens[-1]
+
+    @property
+    def start(self) -> int:
+        """Position of the anchor."""
+        return len(self.prompt) + len(self.tokens) - 1
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still be emitted."""
+        return self.limit - len(self.tokens)
+
+    def emit(self, tokens: Sequence[int], gaps: Sequence[float], stop_ids: frozenset[int]) -> None:
+        """Take a cycle's tokens (the last is the bonus) as far as they count."""
+        kept, self.finish = clip(tokens, self.room, stop_ids)
+        if self.tokens:
+            self.accepted.append(len(kept))
+            self.last_is_bonus = len(kept) == len(tokens)
+        self.tokens += kept
+        self.margins += gaps[: len(kept)]
+
+    def decoded(self) -> Decoded:
+        """The finished answer."""
+        assert self.finish is not None
+        return Decoded(
+            prompt_ids=self.prompt,
+            tokens=tuple(self.tokens),
+            accepted=tuple(self.accepted),
+            finish=self.finish,
+            last_is_bonus=self.last_is_bonus,
+            margins=tuple(self.margins),
+        )
+
+
+class RowBatch:
+    """Rows decoded together. `prefill` all rows first, then `cycle`, replacing or dropping finished rows in between.
+
+    Args:
+        target: the model; its cache is made here, for `num_rows` rows.
+        policy: the drafter, or None for plain decoding.
+        block_size: B; 1 without a drafter.
+        num_rows: R and L.
+        max_len: positions that the prompts and answers need; the block's overhang is added here.
+        options: stop ids, temperature, margins.
+    """
+
+    def __init__(
+        self,
+        target: DecodeTarget,
+        policy: DraftPolicy | None,
+        options: DecodeOptions,
+        *,
+        block_size: int,
+        num_rows: int,
+        max_len: int,
+    ) -> None:
+        self._target = target
+        self._policy = policy
+        self._options = options
+        self._block_size = block_size
+        self._max_len = max_len + block_size
+        self._cache = target.new_cache(num_rows, self._max_len)
+        if policy is not None:
+            policy.start(num_rows, self._max_len)
+        self._lanes: list[Row] = []
+        self._num_rows = num_rows
+        self.rows: list[Row] = []
+
+    @property
+    def idle(self) -> list[int]:
+        """Cache rows whose prompt is finished."""
+        return [i for i, row in enumerate(self.rows) if row.finish is not None]
+
+    @property
+    def num_active(self) -> int:
+        """Rows that still decode."""
+        return sum(row.finish is None for row in self.rows)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens emitted by the rows that still decode."""
+        return sum(len(row.tokens) for row in self.rows if row.finish is None)
+
+    def finished(self) -> list[Row]:
+        """Rows that finished since the last call."""
+        new = [row for row in self.rows if row.finish is not None and not row.taken]
+        for row in new:
+            row.taken = True
+        return new
+
+    @torch.no_grad()
+    def fill(self, rows: Sequence[Row]) -> None:
+        """Prefill the batch's first prompts, one per row, and emit their first tokens."""
+        assert not self.rows and len(rows) == self._num_rows
+        for lane, row in enumerate(rows):
+            row.lane = lane
+        self._lanes, self.rows = list(rows), list(rows)
+        self._prefill(range(len(rows)))
+
+    @torch.no_grad()
+    def replace(self, rows: Sequence[Row]) -> None:
+        """Prefill prompts into idle rows and emit their first tokens."""
+        places = self.idle[: len(rows)]
+        for place, row in zip(places, rows, strict=True):
+            row.lane = self.rows[place].lane
+            self._lanes[row.lane] = self.rows[place] = row
+        self._prefill(places)
+
+    @torch.no_grad()
+    def shrink(self) -> None:
+        """Drop the finished rows."""
+        places = [i for i, row in enumerate(self.rows) if row.finish is None]
+        self._cache.select(self._tensor(places))
+        self.rows = [self.rows[i] for i in places]
+
+    @torch.no_grad()
+    def cycle(self) -> None:
+        """Draft a block in every row, verify all in one forward of the target, emit what was accepted and the bonus."""
+        rows = self.rows
+        width = min(self._block_size, max(row.room for row in rows if row.finish is None))
+        starts = self._tensor([row.start for row in rows])
+        positions = starts[:, None] + torch.arange(width, device=starts.device)  # [R, T]
+        input_ids = self._tensor([row.anchor for row in rows])[:, None]  # [R, 1]
+        if width > 1:
+            input_ids = torch.cat([input_ids, self._draft()[:, : width - 1]], dim=1)  # [R, T]
+        logits, features = self._target.decode_step(input_ids, positions, self._cache)
+        choices, gaps = self._choose(logits, rows)
+        num_accepted = accepted_drafts(input_ids[:, 1:], choices)  # [R]
+        if self._policy is not None:
+            valid = torch.arange(width, device=starts.device) <= num_accepted[:, None]  # the anchor and accepted drafts
+            self._extend(features, positions, valid, rows)
+        host = torch.cat(
+            [num_accepted[:, None], choices], dim=1
+        ).tolist()  # the cycle's one sync: tokens decide what is next
+        for i, (row, (accepted, *tokens)) in enumerate(zip(rows, host, strict=True)):
+            if row.finish is None:
+                row.emit(tokens[: accepted + 1], gaps[i] if gaps else (), self._options.stop_ids)
+
+    def _draft(self) -> Tensor:
+        """Proposals [R, B-1] for the cache's rows; the drafter always works on all lanes."""
+        assert self._policy is not None
+        anchors = self._tensor([lane.anchor for lane in self._lanes])
+        drafts = self._policy.draft(anchors, self._tensor([lane.start for lane in self._lanes]))  # [L, B-1]
+        return drafts[self._tensor([row.lane for row in self.rows])]
+
+    def _choose(self, logits: Tensor, rows: Sequence[Row]) -> tuple[Tensor, list[list[float]] | None]:
+        """Tokens [R, T] that the target emits after each column of logits [R, T, V], and their margins if asked for."""
+        if self._options.temperature > 0:
+            generators = [row.generator for row in rows]
+            return sample_tokens(logits[:, -1], self._options.temperature, generators)[:, None], None
+        choices = best_tokens(logits)
+        return choices, margins(logits, choices).tolist() if self._options.record_margins else None
+
+    def _prefill(self, places: Sequence[int]) -> None:
+        for group in _groups(places, self.rows):
+            self._prefill_group(group)
+
+    def _prefill_group(self, places: list[int]) -> None:
+        """One forward over some rows' prompts, padded on the right; the padding's positions are overwritten later."""
+        rows = [self.rows[i] for i in places]
+        lengths = self._tensor([len(row.prompt) for row in rows])
+        width = max(len(row.prompt) for row in rows)
+        input_ids = self._tensor([row.prompt + row.prompt[-1:] * (width - len(row.prompt)) for row in rows])
+        positions = torch.arange(width, device=input_ids.device).expand(len(rows), width)
+        whole = len(places) == len(self.rows)
+        cache = self._cache if whole else self._target.new_cache(len(rows), width)
+        logits, features = self._target.decode_step(input_ids, positions, cache, logits_at=lengths - 1)
+        if not whole:
+            self._cache.put(self._tensor(places), cache)
+        if self._policy is not None:
+            self._extend(features, positions, positions < lengths[:, None], rows)
+        choices, gaps = self._choose(logits, rows)
+        for i, (row, tokens) in enumerate(zip(rows, choices.tolist(), strict=True)):  # a sync per prefill
+            row.emit(tokens, gaps[i] if gaps else (), self._options.stop_ids)
+
+    def _extend(self, features: Sequence[Tensor], positions: Tensor, valid: Tensor, rows: Sequence[Row]) -> None:
+        """Give the drafter the features of some rows; the other lanes get none."""
+        assert self._policy is not None
+        lanes = [row.lane for row in rows]
+        if lanes == list(range(len(self._lanes))):
+            self._policy.extend(features, positions, valid)
+            return
+        index = self._tensor(lanes)
+        spread = [_spread(x, index, len(self._lanes)) for x in (*features, positions, valid)]
+        self._policy.extend(spread[:-2], spread[-2], spread[-1])
+
+    def _tensor(self, numbers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=self._target.device)
+
+
+def _groups(places: Sequence[int], rows: Sequence[Row]) -> Iterator[list[int]]:
+    """Split rows into prefill calls of at most PREFILL_TOKENS padded tokens, similar lengths together."""
+    group: list[int] = []
+    width = 0
+    for place in sorted(places, key=lambda i: -len(rows[i].prompt)):
+        width = max(width, len(rows[place].prompt))
+        if group and width * (len(group) + 1) > PREFILL_TOKENS:
+            yield group
+            group, width = [], len(rows[place].prompt)
+        group.append(place)
+    if group:
+        yield group
+
+
+def _spread(values: Tensor, index: Tensor, num_lanes: int) -> Tensor:
+    """Rows [n, ...] at `index` [n] of a zero tensor [L, ...]."""
+    return values.new_zeros(num_lanes, *values.shape[1:]).index_copy_(0, index, values)

@@ -1,0 +1,128 @@
+"""A target whose next token is a function of the whole prefix, and drafters that are right, wrong, or anything between.
+
+The fake cache stores tokens by position, and an unwritten position is an error: a stale, missing or misplaced write
+changes the output or fails.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+
+import torch
+
+HOLE = -1
+
+
+class FakeCache:
+    def __init__(self, num_rows, max_len):
+        self.ids = torch.full((num_rows, max_len), HOLE, dtype=torch.int64)
+
+    def select(self, rows):
+        self.ids = self.ids[rows]
+
+    def put(self, rows, other):
+        self.ids[rows, : other.ids.shape[1]] = other.ids
+
+
+class FakeTarget:
+    """Features of a token: [position, id, next token], so that a fake drafter can check what it is given."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, vocab_size=11, salt=0, script=None):
+        self.vocab_size = vocab_size
+        self.salt = salt
+        self.script = script
+        self.calls = []
+
+    def next_token(self, prefix):
+        if self.script is not None:
+            return self.script(prefix)
+        return zlib.crc32(repr((self.salt, *prefix)).encode()) % self.vocab_size
+
+    def answer(self, prompt, num_tokens, stop_ids=frozenset()):
+        """The slow, obvious reference."""
+        tokens: list[int] = []
+        while len(tokens) < num_tokens and not (tokens and tokens[-1] in stop_ids):
+            tokens.append(self.next_token([*prompt, *tokens]))
+        return tokens
+
+    def new_cache(self, num_rows, max_len):
+        return FakeCache(num_rows, max_len)
+
+    def decode_step(self, input_ids, positions, cache, logits_at=None):
+        assert input_ids.shape == positions.shape and input_ids.shape[0] == cache.ids.shape[0]
+        self.calls.append(tuple(input_ids.shape))
+        cache.ids.scatter_(1, positions, input_ids)
+        next_ids = torch.zeros_like(input_ids)
+        for r, row in enumerate(positions.tolist()):
+            for t, position in enumerate(row):
+                prefix = cache.ids[r, : position + 1].tolist()
+                assert HOLE not in prefix
+                next_ids[r, t] = self.next_token(prefix)
+        logits = torch.nn.functional.one_hot(next_ids, self.vocab_size).float()
+        features = torch.stack([positions, input_ids, next_ids], dim=-1).float()
+        if logits_at is not None:
+            logits = logits[torch.arange(len(logits)), logits_at].unsqueeze(1)
+        return logits, [features, features + 1]
+
+
+class FakePolicy:
+    """Knows the target; is right about the j-th drafted token when `right(row_rng, j)` says so.
+
+    Its context is what it was given: a missing or wrong token makes a perfect drafter wrong, or is an error.
+    """
+
+    def __init__(self, target, block_size, right, wrong=None):
+        self.target = target
+        self.block_size = block_size
+        self.right = right
+        self.wrong = wrong
+        self.rng = random.Random(0)
+        self.num_drafts = 0
+
+    def start(self, num_rows, max_len):
+        self.context = torch.full((num_rows, max_len), HOLE, dtype=torch.int64)
+        self.filled = [0] * num_rows
+
+    def extend(self, features, positions, valid):
+        assert len(features) == 2 and valid.dtype == torch.bool
+        assert positions.shape[0] == len(self.filled)
+        for r in range(len(valid)):
+            keep = valid[r]
+            assert torch.equal(features[0][r, keep, 0].long(), positions[r, keep])
+            assert torch.equal(features[1][r, keep], features[0][r, keep] + 1)
+            self.context[r, positions[r, keep]] = features[0][r, keep, 1].long()
+            if keep.any():
+                self.filled[r] = int(positions[r, keep].max()) + 1
+
+    def draft(self, anchor_ids, positions):
+        assert anchor_ids.shape == positions.shape == (len(self.filled),)
+        self.num_drafts += 1
+        return torch.tensor(
+            [self._row(*row) for row in enumerate(zip(anchor_ids.tolist(), positions.tolist(), strict=True))]
+        )
+
+    def _row(self, r, anchor):
+        token, position = anchor
+        prefix = [*self.context[r, :position].tolist(), token]
+        assert HOLE not in prefix
+        drafts: list[int] = []
+        for j in range(self.block_size - 1):
+            best = self.target.next_token([*prefix, *drafts])
+            other = (best + 1) % self.target.vocab_size if self.wrong is None else self.wrong
+            drafts.append(best if self.right(self.rng, j) else other)
+        return drafts
+
+
+def perfect(rng, j):
+    return True
+
+
+def hopeless(rng, j):
+    return False
+
+
+def sometimes(share):
+    return lambda rng, j: rng.random() < share
