@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from helixctl.models.facts import TargetFacts
 
 HEAD_CHUNK_ROWS = 4096
-"""Slots per chunk of the head on a GPU: large enough for full-speed products, small beside the layers' memory."""
+"""Slots per chunk of the head on a GPU; a test holds it equal to the head's own number."""
 
 
 class Loss(Section):
@@ -84,7 +84,7 @@ def make_shape(options: Options, facts: TargetFacts, num_taps: int | None = None
     """Sizes of the drafter for this target; ``num_taps`` None takes it from the options.
 
     Raises:
-        ModelError: heads that do not divide, or an odd head width, once the target's values are filled in.
+        ModelError: heads that do not divide, or an odd head width, or no MLP width, once the target's values are in.
     """
     heads = options.num_heads or facts.num_heads
     kv_heads = options.num_kv_heads or facts.num_kv_heads
@@ -96,6 +96,8 @@ def make_shape(options: Options, facts: TargetFacts, num_taps: int | None = None
         )
     if head_dim % 2:
         raise ModelError(f"the drafter would have an odd head width, {head_dim}", fix="set drafter.head_dim")
+    if not (options.intermediate_size or facts.intermediate_size):
+        raise ModelError("the target has no single MLP width to take over", fix="set drafter.intermediate_size")
     return Shape(
         hidden_size=facts.hidden_size,
         num_layers=options.num_layers,

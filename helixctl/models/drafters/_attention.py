@@ -1,0 +1,130 @@
+"""Attention of blocks to their context and to themselves: a dense reference and compiled flex_attention.
+
+A query in block b sees the tokens of its document strictly before its anchor, and all slots of block b; nothing else.
+An invalid block sees its own slots only, so every row of every backend is finite. ``_group_attention.py`` has the
+backend for CPUs.
+
+Legend: R rows, S tokens per row, A anchors per row, B block size, N = blocks x B queries, D head width.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from helixctl.models.drafters._blocks import Blocks
+
+KeyValue = tuple[Tensor, Tensor]
+"""Keys and values of one side; the context's are [R, S, kv heads, D], the blocks' [N, kv heads, D]."""
+
+
+class BlockAttention(Protocol):
+    """Attention of one micro-batch, used by every layer."""
+
+    @property
+    def index(self) -> Tensor | None:
+        """Which of the R * A blocks are computed, flat; None: all of them."""
+
+    def __call__(self, query: Tensor, context: KeyValue, block: KeyValue) -> Tensor:
+        """``query`` [N, heads, D] to [N, heads, D]."""
+
+
+@dataclass(frozen=True)
+class DenseAttention:
+    """One boolean mask over all keys: slow, obvious, works everywhere."""
+
+    mask: Tensor  # [R, 1, A * B, S + A * B] bool
+    index: Tensor | None = None
+
+    def __call__(self, query: Tensor, context: KeyValue, block: KeyValue) -> Tensor:
+        """See ``BlockAttention``."""
+        q, k, v = _by_row(query, context, block)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, enable_gqa=True)
+        return out.transpose(1, 2).reshape(query.shape)
+
+
+@dataclass(frozen=True)
+class FlexAttention:
+    """Compiled flex_attention that skips key tiles no query of a tile may see."""
+
+    block_mask: BlockMask
+    index: Tensor | None = None
+
+    def __call__(self, query: Tensor, context: KeyValue, block: KeyValue) -> Tensor:
+        """See ``BlockAttention``."""
+        q, k, v = _by_row(query, context, block)
+        out: Tensor = _flex(query.device.type)(q, k, v, block_mask=self.block_mask, enable_gqa=True)
+        return out.transpose(1, 2).reshape(query.shape)
+
+
+def make_dense_attention(blocks: Blocks, document_ids: Tensor) -> DenseAttention:
+    """The rule written down literally, from document ids ([R, S])."""
+    rows, seq_len = document_ids.shape
+    num_anchors, size = blocks.ids.shape[1:]
+    keys = torch.arange(seq_len, device=document_ids.device)
+    anchor_documents = document_ids.gather(1, blocks.anchors)
+    context = keys < blocks.anchors[..., None]  # [R, A, S]
+    context = context & (document_ids[:, None] == anchor_documents[..., None]) & blocks.valid[..., None]
+    own = torch.eye(num_anchors, dtype=torch.bool, device=keys.device).repeat_interleave(size, 1)  # [A, A * B]
+    mask = torch.cat((context, own.expand(rows, -1, -1)), dim=-1)  # [R, A, S + A * B]
+    return DenseAttention(mask.repeat_interleave(size, 1)[:, None])
+
+
+def make_flex_attention(blocks: Blocks, seq_len: int) -> FlexAttention:
+    """Mask of this micro-batch, built on the device at fixed shapes; sorted anchors keep its tiles dense."""
+    rows, num_anchors, size = blocks.ids.shape
+    ends = torch.where(blocks.valid, blocks.anchors, 0)  # invalid: the context is empty
+    starts = torch.where(blocks.valid, blocks.starts, 0)
+
+    def visible(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        block = query // size
+        in_context = (key >= starts[row, block]) & (key < ends[row, block])
+        in_block = (key - seq_len) // size == block
+        return torch.where(key < seq_len, in_context, in_block)
+
+    num_queries = num_anchors * size
+    build = _block_mask_builder(ends.device.type)
+    return FlexAttention(build(visible, rows, None, num_queries, seq_len + num_queries, device=ends.device.type))
+
+
+def _by_row(query: Tensor, context: KeyValue, block: KeyValue) -> tuple[Tensor, Tensor, Tensor]:
+    """Row-wise [R, heads, length, D]: queries, then context keys and values followed by the blocks'."""
+    rows = context[0].shape[0]
+    q = query.view(rows, -1, *query.shape[1:]).transpose(1, 2)
+    k, v = (
+        torch.cat((own, side.view(rows, -1, *side.shape[1:])), dim=1).transpose(1, 2)
+        for own, side in zip(context, block, strict=True)
+    )
+    return q, k, v
+
+
+# is_dynamo_compiling, not is_compiling: the latter is process-global in torch 2.13 and reads True in an eager thread
+# while another one compiles.
+def _flex(device: str) -> Callable[..., Any]:
+    if device == "cpu" or torch.compiler.is_dynamo_compiling():
+        return flex_attention
+    return _compiled_flex()
+
+
+def _block_mask_builder(device: str) -> Callable[..., BlockMask]:
+    if device == "cpu" or torch.compiler.is_dynamo_compiling():
+        return create_block_mask
+    return _compiled_block_mask_builder()
+
+
+@functools.cache
+def _compiled_flex() -> Callable[..., Any]:
+    return torch.compile(flex_attention, dynamic=False)
+
+
+@functools.cache
+def _compiled_block_mask_builder() -> Callable[..., BlockMask]:
+    compiled: Callable[..., BlockMask] = torch.compile(create_block_mask, dynamic=False)
+    return compiled

@@ -1,0 +1,101 @@
+"""Drafting during decoding: context keys and values are cached per layer, block ones never are.
+
+Legend: R rows, T new tokens, L cache length, B block size, K taps, H width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from helixctl.models.drafters._attention import KeyValue
+from helixctl.models.drafters._head import head_logits, make_head
+from helixctl.models.drafters.dflash.model import DFlashDraftModel
+from helixctl.models.shared import SharedWeights
+
+
+class DFlashPolicy:
+    """Greedy drafts of B-1 tokens. Weights are a snapshot taken when the policy is made, in the head's type.
+
+    A cached key at position j is visible to a block whose anchor stands at p iff j < p. So taking back rejected
+    tokens needs no work: the next ``extend`` writes over their positions.
+    """
+
+    def __init__(self, model: DFlashDraftModel, shared: SharedWeights) -> None:
+        self.block_size = model.options.block_size
+        self._model = _snapshot(model, shared.head.dtype)
+        self._shared = shared
+        self._head = make_head(shared)
+        self._cache: list[KeyValue] = []  # per layer [R, L + 1, kv heads, D]; the last place takes what is not valid
+
+    def start(self, num_rows: int, max_len: int) -> None:
+        """Forget everything; make room for ``num_rows`` rows of ``max_len`` context tokens."""
+        shape = self._model.shape
+        size = (num_rows, max_len + 1, shape.num_kv_heads, shape.head_dim)
+        head = self._shared.head
+        self._cache = [(head.new_zeros(size), head.new_zeros(size)) for _ in range(shape.num_layers)]
+
+    @torch.no_grad()
+    def extend(self, features: Sequence[Tensor], positions: Tensor, valid: Tensor) -> None:
+        """Add context: K x [R, T, H] features at ``positions`` [R, T]; entries with ``valid`` False are ignored."""
+        context = self._model.project_features(features)
+        rows = torch.arange(positions.shape[0], device=positions.device)[:, None]
+        for new, cached in zip(self._model.context_key_values(context, positions), self._cache, strict=True):
+            place = torch.where(valid, positions, cached[0].shape[1] - 1)
+            for side, store in zip(new, cached, strict=True):
+                store[rows, place] = side
+
+    def draft(self, anchor_ids: Tensor, positions: Tensor) -> Tensor:
+        """Tokens [R, B-1] that follow ``anchor_ids`` [R], which stand at ``positions`` [R]."""
+        return self.draft_logits(anchor_ids, positions).argmax(dim=-1)
+
+    @torch.no_grad()
+    def draft_logits(self, anchor_ids: Tensor, positions: Tensor) -> Tensor:
+        """Logits [R, B-1, V] of slots 1..B-1."""
+        rows, size, model = anchor_ids.shape[0], self.block_size, self._model
+        ids = torch.full((rows, size), model.options.mask_token_id, device=anchor_ids.device)
+        ids[:, 0] = anchor_ids
+        slots = positions[:, None] + torch.arange(size, device=positions.device)  # [R, B]
+        length = int(positions.max())  # a wait, once per drafted block: keys beyond it are not read at all
+        contexts = [(keys[:, :length], values[:, :length]) for keys, values in self._cache]
+        visible = torch.arange(length, device=positions.device) < positions[:, None]  # [R, length]
+        attention = _CachedAttention(F.pad(visible, (0, size), value=True)[:, None, None])
+        h = model.embed(ids.flatten(), self._shared)
+        h = model.run_layers(h, model.rotary(slots.flatten()), contexts, attention)
+        return head_logits(h.view(rows, size, -1)[:, 1:], self._head)
+
+
+@dataclass(frozen=True)
+class _CachedAttention:
+    """One block per row over its cached context; see ``BlockAttention``."""
+
+    mask: Tensor  # [R, 1, 1, length + B] bool
+    index: Tensor | None = None
+
+    def __call__(self, query: Tensor, context: KeyValue, block: KeyValue) -> Tensor:
+        rows = context[0].shape[0]
+        q = query.view(rows, -1, *query.shape[1:]).transpose(1, 2)
+        k, v = (
+            torch.cat((old, new.view(rows, -1, *new.shape[1:])), dim=1).transpose(1, 2)
+            for old, new in zip(context, block, strict=True)
+        )
+        mask = self.mask.expand(-1, -1, q.shape[2], -1)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        return out.transpose(1, 2).reshape(query.shape)
+
+
+def _snapshot(model: DFlashDraftModel, dtype: torch.dtype) -> DFlashDraftModel:
+    """A copy with matrices in ``dtype``, cast once; norms stay float32."""
+    with torch.device("meta"):
+        twin = DFlashDraftModel(model.options, model.shape, model.seed)
+    state = {name: _copy(t, dtype if t.dim() > 1 else t.dtype) for name, t in model.state_dict().items()}
+    twin.load_state_dict(state, assign=True)
+    return twin.requires_grad_(False)
+
+
+def _copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.detach().to(dtype, copy=True)
