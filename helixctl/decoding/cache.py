@@ -1,0 +1,94 @@
+"""A key/value cache whose rows stand at positions of their own; rolling back costs nothing.
+
+A new token overwrites whatever stood at its position, and a query at position p sees positions 0..p only (the mask is
+``attention.DecodeRule``), so what lies beyond p - rejected drafts, right padding of a shorter prompt - is never seen.
+Sliding-window layers keep the whole length; the mask makes the window.
+
+Legend: R rows, T new tokens per row, L tokens a row can hold, G key/value heads, D head width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from helixctl.decoding.policy import RowCache
+
+
+class RaggedCache(Cache):  # type: ignore[misc,unused-ignore]  # transformers is untyped in some releases
+    """Buffers are made by the first forward; say with ``at`` where the next forward's tokens stand."""
+
+    def __init__(self, num_rows: int, max_len: int) -> None:
+        super().__init__(layers=[])
+        self.num_rows = num_rows
+        self.max_len = max_len
+        self._keys: dict[int, Tensor] = {}  # layer -> [R, L, G, D]
+        self._values: dict[int, Tensor] = {}
+        self._flat: Tensor | None = None  # [R * T], place of every new token in the flattened [R * L]
+        self._length = 0
+
+    def at(self, positions: Tensor, length: int | None = None) -> int:
+        """The next forward writes row r's token t at ``positions[r, t]``.
+
+        Args:
+            positions: [R, T] int64, distinct within a row.
+            length: Largest position + 1, where the caller knows it; else it is read from the device.
+
+        Returns:
+            How many tokens per row the forward will see: ``length``.
+        """
+        # The host must know the shape of what attention reads: a synchronisation unless the caller says it.
+        length = int(positions.max()) + 1 if length is None else length
+        assert positions.shape[0] == self.num_rows, f"{positions.shape[0]} rows in a cache of {self.num_rows}"
+        assert length <= self.max_len, f"position {length - 1} in a cache of {self.max_len}"
+        rows = torch.arange(self.num_rows, device=positions.device)[:, None]
+        self._flat = (rows * self.max_len + positions).reshape(-1)
+        self._length = length
+        return length
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Called by every layer: stores [R, G, T, D] and returns views [R, G, length, D] of all that may be seen."""
+        assert self._flat is not None, "update() before at()"
+        keys = self._write(self._keys, layer_idx, key_states)
+        values = self._write(self._values, layer_idx, value_states)
+        return keys, values
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only ``rows`` (int64, in this order): finished rows stop costing."""
+        for buffers in (self._keys, self._values):
+            for layer, buffer in buffers.items():
+                buffers[layer] = buffer.index_select(0, rows)
+        self.num_rows = len(rows)
+        self._flat = None
+
+    def put(self, rows: Tensor, other: RowCache) -> None:
+        """Copy the rows of ``other``, which may be shorter, to ``rows`` (int64) of this cache, from position 0 on."""
+        assert isinstance(other, RaggedCache) and other.max_len <= self.max_len
+        for mine, theirs in ((self._keys, other._keys), (self._values, other._values)):
+            for layer, states in theirs.items():
+                if layer not in mine:
+                    mine[layer] = states.new_zeros(self.num_rows, self.max_len, *states.shape[2:])
+                mine[layer][:, : other.max_len].index_copy_(0, rows, states)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Nothing may be derived from the cache's length: positions are always given."""
+        return 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Tokens that a row can hold."""
+        return self.max_len
+
+    def _write(self, buffers: dict[int, Tensor], layer: int, states: Tensor) -> Tensor:
+        num_rows, num_heads, _, width = states.shape
+        if layer not in buffers:
+            # Zeros, not empty: a masked NaN would still poison a row (0 * NaN).
+            buffers[layer] = states.new_zeros(num_rows, self.max_len, num_heads, width)
+        buffer = buffers[layer]
+        assert self._flat is not None
+        buffer.view(-1, num_heads, width).index_copy_(0, self._flat, states.transpose(1, 2).flatten(0, 1))
+        return buffer[:, : self._length].transpose(1, 2)  # [R, G, length, D]

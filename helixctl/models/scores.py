@@ -1,0 +1,54 @@
+"""How one layer turns query-key products into weights, and the plain mathematics of it under a mask.
+
+Legend: R rows, S queries per row, L keys per row, N query heads, D head width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How one layer turns query-key products into weights."""
+
+    scale: float
+    window: int | None = None
+    """A query at p sees keys j with p - j < window."""
+    softcap: float | None = None
+    """Scores become softcap * tanh(score / softcap)."""
+    sinks: Tensor | None = None  # [N], one extra logit per head that takes weight and gives nothing
+
+    @property
+    def plain(self) -> bool:
+        """Whether scaled_dot_product_attention can do it."""
+        return self.softcap is None and self.sinks is None
+
+
+def visible(query_positions: Tensor, key_positions: Tensor, window: int | None) -> Tensor:
+    """Bool, broadcast: causal, and nearer than ``window``."""
+    distance = query_positions - key_positions
+    seen = distance >= 0
+    return seen if window is None else seen & (distance < window)
+
+
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scores: Scores) -> Tensor:
+    """[R, N, S, D] under a bool mask [R or 1, 1, S, L] -> [R, N, S, Dv]; softcap and sinks included."""
+    group = query.shape[1] // key.shape[1]
+    if group > 1:
+        key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+    if scores.plain:
+        return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scores.scale)
+    logits = (query @ key.transpose(-1, -2)) * scores.scale  # [R, N, S, L]
+    if scores.softcap is not None:
+        logits = scores.softcap * torch.tanh(logits / scores.softcap)
+    logits = logits.float().masked_fill(~mask, float("-inf"))
+    if scores.sinks is None:
+        return logits.softmax(-1).to(value.dtype) @ value
+    sinks = scores.sinks.float().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+    weights = torch.cat([logits, sinks], dim=-1).softmax(-1)[..., :-1]
+    return weights.to(value.dtype) @ value
