@@ -67,9 +67,10 @@ ensure_venv() {
     if [ "$(cat "$VENV/.helixctl-stamp" 2>/dev/null)" = "$stamp" ]; then
         say "virtual environment is up to date: $VENV"
     else
-        if [ ! -x "$VENV/bin/python" ]; then
+        # Also when an earlier attempt was cut short, or the interpreter that it was made with is gone.
+        if ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
             python="$(find_python)" || return
-            timed "make $VENV with $("$python" --version)" "$python" -m venv "$VENV" || return
+            timed "make $VENV with $("$python" --version)" "$python" -m venv --clear "$VENV" || return
         fi
         # torch goes first, alone, so that its index is asked for torch only.
         timed "install $TORCH${HELIXCTL_TORCH_INDEX:+ from HELIXCTL_TORCH_INDEX}" install_torch || return
