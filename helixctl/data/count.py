@@ -1,0 +1,104 @@
+"""What a prepared store comes to in rows, without reading more than its index. Never imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from helixctl.data.packing import Row, RowStream, pack
+from helixctl.data.store import Split, Store, is_store
+
+_LOOKED_AT = 2000
+
+
+@dataclass(frozen=True)
+class CountOptions:
+    """What of the recipe decides the rows of a store."""
+
+    seed: int
+    seq_len: int
+    packing: bool
+    epochs: int
+    num_anchors: int
+    block_size: int
+    mask_token_id: int
+
+
+@dataclass(frozen=True)
+class DataCounts:
+    """A store in numbers; documents without an eligible anchor before `seq_len` count nowhere but in `left_out`."""
+
+    train_documents: int
+    validation_documents: int
+    train_rows: int
+    """Rows of all epochs together."""
+    validation_rows: int
+    tokens_per_row: float
+    """Real tokens in a row of the first epoch, on average."""
+    supervised_share: float
+    """Supervised tokens over all tokens."""
+    anchor_coverage: float
+    """Expected share of the supervised tokens that a row's anchors put into a block."""
+    left_out: int
+    truncated: int
+    """Training documents longer than a row."""
+    tokenizer_length: int
+    mask_token_seen: bool
+    """The mask token stands in one of the first documents, so it is no mask token."""
+
+
+def count_data(path: Path, options: CountOptions) -> DataCounts | None:
+    """Numbers of the store in `path`; None where there is none yet.
+
+    Raises:
+        DataError: there is a store, but it is torn or of another version.
+    """
+    if not is_store(path):
+        return None
+    store = Store.open(path)
+    train, validation = store.split("train"), store.split("validation")
+    documents = train.trainable(options.seq_len)
+    lengths = np.minimum(train.lengths[documents], options.seq_len)
+    supervised = np.minimum(train.supervised_counts[documents], lengths)
+    rows: list[Row] = []
+    train_rows = 0
+    if documents.size:
+        stream = RowStream(lengths, options.seq_len, seed=options.seed, packing=options.packing)
+        train_rows = stream.first_row(options.epochs)
+        rows = [row.documents for row in stream.rows(0, stream.first_row(1))]
+    held_out = validation.trainable(options.seq_len)
+    held_out_rows = pack(validation.lengths[held_out], options.seq_len, np.arange(held_out.size), options.packing)
+    num_tokens = int(lengths.sum())
+    return DataCounts(
+        train_documents=int(documents.size),
+        validation_documents=int(held_out.size),
+        train_rows=train_rows,
+        validation_rows=len(held_out_rows),
+        tokens_per_row=num_tokens / max(1, len(rows)),
+        supervised_share=float(supervised.sum()) / max(1, num_tokens),
+        anchor_coverage=_anchor_coverage((int(supervised[list(row)].sum()) for row in rows), options),
+        left_out=train.num_documents - int(documents.size),
+        truncated=train.num_truncated(options.seq_len),
+        tokenizer_length=store.manifest.tokenizer.vocab_size,
+        mask_token_seen=_contains(train, options.mask_token_id),
+    )
+
+
+def _anchor_coverage(supervised_of_rows: Iterable[int], options: CountOptions) -> float:
+    """A token is missed when none of the `block_size - 1` positions before it is drawn.
+
+    With A anchors over E eligible positions each is drawn with probability A / E; E is close to the row's
+    supervised tokens.
+    """
+    eligible = np.fromiter(supervised_of_rows, np.float64)
+    if eligible.size == 0:
+        return 0.0
+    missed = np.maximum(0.0, 1.0 - options.num_anchors / np.maximum(eligible, 1.0)) ** (options.block_size - 1)
+    return float(((1.0 - missed) * eligible).sum() / max(1.0, eligible.sum()))
+
+
+def _contains(split: Split, token: int) -> bool:
+    return any(bool((split.tokens(i) == token).any()) for i in range(min(_LOOKED_AT, split.num_documents)))

@@ -1,0 +1,336 @@
+"""Recipe + machine -> every derived number, and the checks that need the target's config or the store.
+
+Nothing is allocated and nothing is written; never imports torch. N targets, M drafters, K taps.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from helixctl.errors import Problem, RecipeError
+from helixctl.machine import Machine
+from helixctl.memory import Load, MemoryLine, estimate_memory, memory_warnings
+from helixctl.models.facts import TargetFacts, read_target_facts
+from helixctl.plugins import DRAFTERS, load_plugin
+from helixctl.recipe.schema import DrafterOptions, PipelineOptions, Recipe
+
+if TYPE_CHECKING:
+    from helixctl.data.count import DataCounts
+
+_FEW_CPUS = 4
+_SAVED_BYTES_PER_PARAMETER = 12
+"""float32 weights and two moments."""
+_DEVICE = re.compile(r"^(cpu|cuda:\d+)$")
+
+DtypeName = Literal["bfloat16", "float16", "float32"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will be. Numbers that need a store are None until `prepare` has made one."""
+
+    recipe: Recipe
+    target: TargetFacts
+    target_layer_ids: tuple[int, ...]
+    target_devices: tuple[str, ...]
+    drafter_devices: tuple[str, ...]
+    num_slots: int
+    """Input buffers per drafter."""
+    threads: int
+    """CPU threads of each compute stage."""
+    packing: bool
+    """Several documents per row; off for a recurrent target, whatever the recipe says."""
+    batches_per_step: int
+    """Micro-batches of one step, all drafters together."""
+    rows_per_step: int
+    tokens_per_step: int
+    """Real tokens on average; without a store, the room for them."""
+    total_steps: int | None
+    warmup_steps: int | None
+    validation_batches: int
+    """Micro-batches of one validation pass, a multiple of M; 0 when validation is off."""
+    train_documents: int | None
+    validation_documents: int | None
+    supervised_share: float | None
+    anchor_coverage: float | None
+    """Expected share of the supervised tokens that anchors put into a block, per epoch."""
+    target_dtype: DtypeName
+    compute_dtype: DtypeName
+    parameters: int
+    """Trained parameters of the drafter."""
+    memory: tuple[MemoryLine, ...]
+    disk_bytes_per_checkpoint: int
+    warnings: tuple[str, ...]
+
+
+def make_plan(recipe: Recipe, machine: Machine) -> Plan:
+    """Derive and check everything about a run.
+
+    Raises:
+        RecipeError: options that do not fit the target, the machine or the store; all of them, by key.
+        ModelError: the target's configuration cannot be read or is not supported.
+        DataError: the store is torn.
+    """
+    target = read_target_facts(recipe.target)
+    taps, problems = _target_layer_ids(recipe.drafter, target)
+    problems += [*_check_mask_token(recipe.drafter, target), *_check_devices(recipe.pipeline, machine)]
+    if problems:
+        raise RecipeError(problems)
+    packing = recipe.data.packing and not target.recurrent
+    counts = _count_data(recipe, packing)
+    targets, drafters = make_devices(recipe.pipeline, machine)
+    rows_per_step = len(drafters) * recipe.train.grad_accum_steps * recipe.train.micro_batch_rows
+    total_steps = _total_steps(recipe, counts, rows_per_step)
+    problems = [*_check_data(recipe, target, counts, total_steps)]
+    if problems:
+        raise RecipeError(problems)
+    load = _make_load(recipe, target, (targets, drafters), machine)
+    memory = estimate_memory(load)
+    tokens_per_row = counts.tokens_per_row if counts else recipe.data.seq_len
+    return Plan(
+        recipe=recipe,
+        target=target,
+        target_layer_ids=taps,
+        target_devices=targets,
+        drafter_devices=drafters,
+        num_slots=load.num_slots,
+        threads=_threads(recipe.pipeline, machine, len(targets) + len(drafters)),
+        packing=packing,
+        batches_per_step=len(drafters) * recipe.train.grad_accum_steps,
+        rows_per_step=rows_per_step,
+        tokens_per_step=round(rows_per_step * tokens_per_row),
+        total_steps=total_steps,
+        warmup_steps=None if total_steps is None else round(recipe.train.warmup_ratio * total_steps),
+        validation_batches=_validation_batches(recipe, counts, len(drafters)),
+        train_documents=counts.train_documents if counts else None,
+        validation_documents=counts.validation_documents if counts else None,
+        supervised_share=counts.supervised_share if counts else None,
+        anchor_coverage=counts.anchor_coverage if counts else None,
+        target_dtype=_target_dtype(recipe, target, targets, machine),
+        compute_dtype=_compute_dtype(recipe, drafters, machine),
+        parameters=load.parameters,
+        memory=memory,
+        disk_bytes_per_checkpoint=_SAVED_BYTES_PER_PARAMETER * load.parameters,
+        warnings=(
+            *_data_warnings(recipe, target, counts),
+            *_pipeline_warnings(recipe, load, machine),
+            *memory_warnings(memory, machine),
+        ),
+    )
+
+
+def default_target_layer_ids(num_layers: int, num_taps: int) -> tuple[int, ...]:
+    """An even spread from layer 1 to layer N-3, as published drafters use; (36, 5) -> 1, 9, 17, 25, 33.
+
+    Targets too small for that spread are tapped evenly from the first to the last layer.
+
+    Raises:
+        ValueError: more taps than layers.
+    """
+    if not 1 <= num_taps <= num_layers:
+        raise ValueError(f"{num_taps} taps of {num_layers} layers")
+    if num_taps == 1:
+        return (num_layers // 2,)
+    # Python rounds halves to even, and so does the published formula.
+    ids = tuple(round(1 + i * (num_layers - 4) / (num_taps - 1)) for i in range(num_taps))
+    if num_layers > 4 and len(set(ids)) == num_taps:
+        return ids
+    return tuple(round(i * (num_layers - 1) / (num_taps - 1)) for i in range(num_taps))
+
+
+def make_devices(pipeline: PipelineOptions, machine: Machine) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Devices of the targets and of the drafters.
+
+    `auto`: the CPU without GPUs; one GPU does both; of several, three quarters are targets. With one side given, the
+    other gets the GPUs that are left, or shares.
+    """
+    gpus = tuple(f"cuda:{i}" for i in range(len(machine.gpus)))
+    targets = None if pipeline.targets == "auto" else pipeline.targets
+    drafters = None if pipeline.drafters == "auto" else pipeline.drafters
+    if targets is not None and drafters is not None:
+        return targets, drafters
+    if targets is not None:
+        return targets, tuple(gpu for gpu in gpus if gpu not in targets) or targets[-1:]
+    if drafters is not None:
+        return tuple(gpu for gpu in gpus if gpu not in drafters) or drafters[:1], drafters
+    if len(gpus) < 2:
+        return gpus or ("cpu",), gpus or ("cpu",)
+    num_targets = len(gpus) * 3 // 4
+    return gpus[:num_targets], gpus[num_targets:]
+
+
+def advised_slots(num_targets: int, num_drafters: int) -> int:
+    """Smallest number of slots per drafter with which no loop waits for a slot: slots x M >= 2N + M."""
+    return math.ceil((2 * num_targets + num_drafters) / num_drafters)
+
+
+def _make_load(
+    recipe: Recipe, target: TargetFacts, devices: tuple[tuple[str, ...], tuple[str, ...]], machine: Machine
+) -> Load:
+    targets, drafters = devices
+    options, slots = load_plugin(DRAFTERS, recipe.drafter.algorithm, "options"), recipe.pipeline.slots
+    rows, seq_len = recipe.train.micro_batch_rows, recipe.data.seq_len
+    return Load(
+        target=target,
+        target_devices=targets,
+        drafter_devices=drafters,
+        target_dtype=_target_dtype(recipe, target, targets, machine),
+        rows=rows,
+        seq_len=seq_len,
+        num_taps=len(_target_layer_ids(recipe.drafter, target)[0]),
+        num_slots=advised_slots(len(targets), len(drafters)) if slots == "auto" else slots,
+        parameters=options.parameter_count(recipe.drafter, target),
+        activation_bytes=options.activation_bytes(recipe.drafter, target, rows, seq_len),
+    )
+
+
+def _target_layer_ids(drafter: DrafterOptions, target: TargetFacts) -> tuple[tuple[int, ...], list[Problem]]:
+    """The taps, and what is wrong with them."""
+    ids, last = drafter.target_layer_ids, target.num_layers - 1
+    if ids is None:
+        num_taps = drafter.num_taps or drafter.num_layers
+        if num_taps <= target.num_layers:
+            return default_target_layer_ids(target.num_layers, num_taps), []
+        message = f"would be {num_taps}, but the target has only {target.num_layers} layers"
+        return (), [Problem("drafter.num_taps", message, fix=f"set drafter.num_taps to {target.num_layers} or less")]
+    key, proper = "drafter.target_layer_ids", sorted({i for i in ids if i <= last})
+    fix = f"use {proper}" if proper else f"use {list(default_target_layer_ids(target.num_layers, 1))}"
+    message = f"is {list(ids)}, but "
+    if not ids:
+        return ids, [Problem(key, "is empty", fix=fix)]
+    if max(ids) > last:
+        return ids, [Problem(key, f"{message}the target's layers are 0 to {last}", fix=fix)]
+    if len(set(ids)) < len(ids):
+        return ids, [Problem(key, f"{message}every layer is tapped once", fix=fix)]
+    if list(ids) != proper:
+        return ids, [Problem(key, f"{message}layers stand in ascending order", fix=fix)]
+    return ids, []
+
+
+def _check_mask_token(drafter: DrafterOptions, target: TargetFacts) -> Iterator[Problem]:
+    key, token = "drafter.mask_token_id", drafter.mask_token_id
+    fix = f"choose an id below {target.vocab_size} that never occurs in text; `helixctl init` finds one"
+    if token >= target.vocab_size:
+        yield Problem(key, f"is {token}, but the target's embedding has {target.vocab_size} rows", fix=fix)
+    roles = {"end-of-text": target.eos_token_ids, "padding": target.pad_token_ids, "beginning": target.bos_token_ids}
+    taken = [name for name, ids in roles.items() if token in ids]
+    if taken:
+        yield Problem(key, f"is {token}, which is the target's {' and '.join(taken)} token", fix=fix)
+
+
+def _check_devices(pipeline: PipelineOptions, machine: Machine) -> Iterator[Problem]:
+    known = ("cpu", *(f"cuda:{i}" for i in range(len(machine.gpus))))
+    for name, devices in (("targets", pipeline.targets), ("drafters", pipeline.drafters)):
+        if not devices:
+            yield Problem(f"pipeline.{name}", "is empty", fix="name devices, or write auto")
+        for device in () if devices == "auto" else devices:
+            if not _DEVICE.match(device):
+                yield Problem(f"pipeline.{name}", f"{device!r} is no device", fix="write cpu, or cuda:0, cuda:1, ...")
+            elif device not in known:
+                fix = f"use {', '.join(known)}, or auto"
+                yield Problem(f"pipeline.{name}", f"this machine has no {device}", fix=fix)
+
+
+def _count_data(recipe: Recipe, packing: bool) -> DataCounts | None:
+    """Numbers of the store; numpy is loaded only where there is one."""
+    if not recipe.data.store.exists():
+        return None
+    from helixctl.data.count import CountOptions, count_data
+
+    drafter = recipe.drafter
+    options = CountOptions(
+        seed=recipe.run.seed,
+        seq_len=recipe.data.seq_len,
+        packing=packing,
+        epochs=recipe.train.epochs or 1,
+        num_anchors=drafter.num_anchors,
+        block_size=drafter.block_size,
+        mask_token_id=drafter.mask_token_id,
+    )
+    return count_data(recipe.data.store, options)
+
+
+def _total_steps(recipe: Recipe, counts: DataCounts | None, rows_per_step: int) -> int | None:
+    if recipe.train.steps is not None:
+        return recipe.train.steps
+    return None if counts is None else counts.train_rows // rows_per_step
+
+
+def _check_data(
+    recipe: Recipe, target: TargetFacts, counts: DataCounts | None, total_steps: int | None
+) -> Iterator[Problem]:
+    if counts is None:
+        return
+    if counts.tokenizer_length > target.vocab_size:
+        message = f"was made by a tokenizer of {counts.tokenizer_length} tokens; the target knows {target.vocab_size}"
+        yield Problem("data.store", message, fix="run `helixctl prepare` again with this target")
+    if counts.mask_token_seen:
+        message = f"{recipe.drafter.mask_token_id} occurs in the training documents"
+        yield Problem("drafter.mask_token_id", message, fix="choose an id that never does; `helixctl init` finds one")
+    if counts.train_documents == 0:
+        message = f"no training document has something to predict within {recipe.data.seq_len} tokens"
+        yield Problem("data.store", message, fix="raise data.seq_len, or give the recipe other documents")
+    elif total_steps == 0:
+        fix = "lower train.micro_batch_rows or train.grad_accum_steps, raise train.epochs, or give train.steps"
+        yield Problem("train.epochs", f"all epochs are {counts.train_rows} rows, less than one step", fix=fix)
+
+
+def _validation_batches(recipe: Recipe, counts: DataCounts | None, num_drafters: int) -> int:
+    """Enough for the asked rows, or for those there are, rounded up so that every drafter has the same number."""
+    rows = recipe.validation.rows if recipe.validation.every_steps else 0
+    if counts is not None:
+        rows = min(rows, counts.validation_rows)
+    return math.ceil(rows / recipe.train.micro_batch_rows / num_drafters) * num_drafters
+
+
+def _threads(pipeline: PipelineOptions, machine: Machine, num_stages: int) -> int:
+    """With few cores every stage uses all of them: waiting threads sleep, so the kernel interleaves the stages."""
+    if pipeline.threads != "auto":
+        return pipeline.threads
+    return machine.num_cpus if machine.num_cpus <= _FEW_CPUS else max(1, machine.num_cpus // num_stages)
+
+
+def _target_dtype(recipe: Recipe, target: TargetFacts, devices: tuple[str, ...], machine: Machine) -> DtypeName:
+    if recipe.target.dtype != "auto":
+        return recipe.target.dtype
+    stored: DtypeName = (
+        "float32" if target.dtype == "float32" else "float16" if target.dtype == "float16" else "bfloat16"
+    )
+    if "cpu" in devices and stored != "float32":
+        return "bfloat16" if machine.has_bf16_cpu else "float32"
+    return stored
+
+
+def _compute_dtype(recipe: Recipe, devices: tuple[str, ...], machine: Machine) -> DtypeName:
+    if recipe.train.compute_dtype != "auto":
+        return recipe.train.compute_dtype
+    return "float32" if "cpu" in devices and not machine.has_bf16_cpu else "bfloat16"
+
+
+def _data_warnings(recipe: Recipe, target: TargetFacts, counts: DataCounts | None) -> Iterator[str]:
+    seq_len = recipe.data.seq_len
+    if 0 < target.max_positions < seq_len:
+        yield f"data.seq_len {seq_len} is longer than the target's {target.max_positions} positions"
+    if target.recurrent and recipe.data.packing:
+        yield "the target has recurrent layers, so every document gets a row of its own"
+    if counts is None:
+        yield f"there is no store at {recipe.data.store}: run `helixctl prepare` first; what depends on it is unknown"
+        return
+    if counts.truncated:
+        yield f"{counts.truncated} documents are longer than data.seq_len {seq_len} and are cut there"
+    if counts.left_out:
+        yield f"{counts.left_out} documents have nothing to predict within {seq_len} tokens and are left out"
+    if recipe.validation.every_steps and not counts.validation_rows:
+        yield "the store has no held-out documents, so there is no validation: raise data.validation.fraction"
+
+
+def _pipeline_warnings(recipe: Recipe, load: Load, machine: Machine) -> Iterator[str]:
+    advised = advised_slots(len(load.target_devices), len(load.drafter_devices))
+    if load.num_slots < advised:
+        yield f"pipeline.slots is {load.num_slots}; loops will wait for each other with fewer than {advised}"
+    if "cpu" in load.target_devices and load.target_dtype != "float32" and not machine.has_bf16_cpu:
+        yield f"target.dtype {load.target_dtype} is slow on this processor; use float32"
