@@ -31,6 +31,7 @@ LIGHT = (
     "plugins.py",
     "plan.py",
     "machine.py",
+    "memory.py",
     "recipe/*.py",
     "data/store*.py",
     "data/packing.py",
