@@ -1,0 +1,136 @@
+"""A second, plain implementation of the drafter that knows nothing but an exported config.json and its tensors.
+
+It shares no code with ``model.py`` or ``policy.py``: float32, one block at a time, taps concatenated, one full matrix
+of scores. An export is compared with it before it is called done, and it is the slow reference in tests.
+
+Legend: T context tokens, B block size, K taps, H width, D head width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from helixctl.models.drafters.dflash.model import DFlashDraftModel
+from helixctl.models.drafters.dflash.policy import DFlashPolicy
+from helixctl.models.facts import TargetFacts
+from helixctl.models.shared import SharedWeights
+
+CONTEXT_TOKENS = 48
+NUM_CLASSES = 1024
+"""Rows of the random head: enough to see every direction of a state, small for any vocabulary."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far two computations of the same logits are apart."""
+
+    max_abs: float
+    scale: float
+    """Largest absolute logit."""
+
+
+def largest_difference(
+    model: nn.Module, facts: TargetFacts, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> Difference:
+    """Compare the block logits of ``model`` with those of the exported files, for a random context, in float32.
+
+    Args:
+        model: The drafter, on the CPU, in float32, its weights rounded to the exported type.
+        facts: Of the target.
+        config: Read from the exported config.json.
+        tensors: Read from the exported model.safetensors.
+    """
+    assert isinstance(model, DFlashDraftModel)
+    generator = torch.Generator().manual_seed(0)
+    width, section = facts.hidden_size, config["dflash_config"]
+    num_taps, mask_id = len(section["target_layer_ids"]), int(section["mask_token_id"])
+    anchor_id = 0 if mask_id else 1
+    scales = 10.0 ** torch.arange(num_taps).remainder(3)  # taps of a real target differ in scale
+    features = [torch.randn(CONTEXT_TOKENS, width, generator=generator) * scale for scale in scales]
+    embedding = torch.zeros(facts.vocab_size, width)  # untouched rows take no memory
+    embedding[[anchor_id, mask_id]] = torch.randn(2, width, generator=generator)
+    head = torch.randn(min(NUM_CLASSES, facts.vocab_size), width, generator=generator)
+    shared = SharedWeights(embedding, head, None, facts.embedding_scale, facts.logit_softcap, nn.Identity())
+    own = _policy_logits(model, shared, features, anchor_id)
+    block = embedding[[anchor_id] + [mask_id] * (int(section["block_size"]) - 1)]
+    read = block_logits(config, tensors, torch.cat(features, dim=-1), block, head)
+    return Difference(float((own - read).abs().max()), float(read.abs().max()))
+
+
+def block_logits(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], features: Tensor, block: Tensor, head: Tensor
+) -> Tensor:
+    """Logits [B-1, V] of the drafted slots of a block whose anchor stands right behind the context.
+
+    Args:
+        config: An exported config.json.
+        tensors: The tensors beside it, any floating type.
+        features: [T, K*H] taps of the context tokens, concatenated in the order of ``target_layer_ids``.
+        block: [B, H] raw embeddings of the anchor and the mask tokens.
+        head: [V, H] of the target.
+    """
+    weights = {name: tensor.float() for name, tensor in tensors.items()}
+    eps, section = float(config["rms_norm_eps"]), config["dflash_config"]
+    context = _norm(features @ weights["fc.weight"].T, weights["hidden_norm.weight"], eps)
+    angles = _angles(config, len(context) + len(block))
+    h = block * float(section.get("input_embedding_scale", 1.0))
+    for layer in range(int(config["num_hidden_layers"])):
+        prefix = f"layers.{layer}."
+        own = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
+        h = h + _attend(config, own, context, _norm(h, own["input_layernorm.weight"], eps), angles)
+        x = _norm(h, own["post_attention_layernorm.weight"], eps)
+        gate, up = x @ own["mlp.gate_proj.weight"].T, x @ own["mlp.up_proj.weight"].T
+        h = h + (gate * torch.sigmoid(gate) * up) @ own["mlp.down_proj.weight"].T
+    logits = _norm(h, weights["norm.weight"], eps)[1:] @ head.float().T
+    softcap = section.get("final_logit_softcapping")
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+def _attend(
+    config: Mapping[str, Any], weights: Mapping[str, Tensor], context: Tensor, x: Tensor, angles: Tensor
+) -> Tensor:
+    """Attention of the block [B, H] over context and block, every key visible."""
+    dim, eps = int(config["head_dim"]), float(config["rms_norm_eps"])
+    both = torch.cat((context, x))  # [T+B, H]
+    q = (x @ weights["self_attn.q_proj.weight"].T).view(len(x), -1, dim)
+    k = (both @ weights["self_attn.k_proj.weight"].T).view(len(both), -1, dim)
+    v = (both @ weights["self_attn.v_proj.weight"].T).view(len(both), -1, dim)
+    q = _turn(_norm(q, weights["self_attn.q_norm.weight"], eps), angles[-len(x) :])
+    k = _turn(_norm(k, weights["self_attn.k_norm.weight"], eps), angles)
+    repeat = int(config["num_attention_heads"]) // int(config["num_key_value_heads"])
+    k, v = (t.repeat_interleave(repeat, dim=1) for t in (k, v))  # [T+B, heads, D]
+    scores = torch.einsum("qhd,khd->hqk", q, k) * dim**-0.5
+    mixed = torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), v).flatten(1)  # [B, heads*D]
+    return mixed @ weights["self_attn.o_proj.weight"].T
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def _angles(config: Mapping[str, Any], length: int) -> Tensor:
+    """Rotation angles [length, 1, D/2], from position 0."""
+    dim = int(config["head_dim"])
+    frequencies = float(config["rope_parameters"]["rope_theta"]) ** (-torch.arange(0, dim, 2) / dim)
+    return (torch.arange(length)[:, None] * frequencies)[:, None]
+
+
+def _turn(x: Tensor, angles: Tensor) -> Tensor:
+    """Rotary embedding of [n, heads, D]: dimension i goes with i + D/2."""
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def _policy_logits(model: DFlashDraftModel, shared: SharedWeights, features: list[Tensor], anchor_id: int) -> Tensor:
+    """The same logits from the drafter itself, as decoding computes them."""
+    policy = DFlashPolicy(model, shared)
+    length = len(features[0])
+    policy.start(1, length)
+    policy.extend([tap[None] for tap in features], torch.arange(length)[None], torch.ones(1, length, dtype=torch.bool))
+    return policy.draft_logits(torch.tensor([anchor_id]), torch.tensor([length]))[0]

@@ -1,0 +1,190 @@
+"""Exports: the published format, checked by a second implementation, and never in place of something else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from helixctl.checkpoint import export
+from helixctl.checkpoint.export import ExportSource, export_drafter
+from helixctl.errors import CheckpointError
+from helixctl.models.drafters.dflash import plugin
+from helixctl.models.drafters.dflash.options import Options
+from helixctl.models.facts import TargetFacts
+
+
+def make_facts(**changes: Any) -> TargetFacts:
+    values: dict[str, Any] = {
+        "num_layers": 6,
+        "hidden_size": 32,
+        "vocab_size": 100,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 48,
+        "tie_word_embeddings": True,
+        "model_type": "llama",
+        "max_positions": 256,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-5,
+        "recurrent": False,
+        "embedding_scale": 1.0,
+        "logit_softcap": None,
+        "architectures": ("LlamaForCausalLM",),
+        "dtype": "float32",
+        "bos_token_ids": (1,),
+        "eos_token_ids": (2,),
+        "pad_token_ids": (0,),
+    }
+    return TargetFacts(**values | changes)
+
+
+def make_source(**facts: Any) -> ExportSource:
+    options = Options(num_layers=2, block_size=5, mask_token_id=7)
+    return ExportSource(options, make_facts(**facts), (1, 4), "org/target-8b", 300, {"val/accept_len": 2.25})
+
+
+def make_drafter(source: ExportSource, seed: int = 0) -> nn.Module:
+    """Random everywhere, norms too, and far from what bfloat16 can hold."""
+    assert isinstance(source.options, Options)
+    model = plugin.build(source.options, source.facts, source.taps, seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return model
+
+
+@pytest.mark.parametrize("facts", [{}, {"embedding_scale": 5.66, "logit_softcap": 30.0}, {"rope_theta": 1e6}])
+def test_the_files_compute_what_the_drafter_computes(tmp_path: Path, facts: dict[str, Any]) -> None:
+    source = make_source(**facts)
+    result = export_drafter(make_drafter(source), source, tmp_path / "out")
+    assert result.max_logit_diff < 1e-3
+    assert (result.dir, result.tensors) == (tmp_path / "out", 3 + 11 * 2)
+    assert result.bytes == (tmp_path / "out" / "model.safetensors").stat().st_size
+
+
+def test_every_tensor_is_the_rounded_master_and_the_dtype_field_is_true(tmp_path: Path) -> None:
+    source = make_source()
+    model = make_drafter(source)
+    masters = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    export_drafter(model, source, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    read = load_file(tmp_path / "out" / "model.safetensors")
+    assert read.keys() == masters.keys()
+    for name, tensor in read.items():
+        assert str(tensor.dtype) == f"torch.{config['dtype']}"
+        assert torch.equal(tensor, masters[name].to(torch.bfloat16)), name
+    assert all(torch.equal(tensor, masters[name]) for name, tensor in model.state_dict().items())
+
+
+def test_an_export_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    source = make_source()
+    for seed in (0, 1):
+        export_drafter(make_drafter(source, seed), source, tmp_path / "out")
+    expected = plugin.export_state(make_drafter(source, 1))
+    read = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(read[name], tensor) for name, tensor in expected.items())
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
+    source = make_source()
+    (tmp_path / "out").mkdir()
+    export_drafter(make_drafter(source), source, tmp_path / "out")
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["README.md", "config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("kind", ["model", "documents", "file", "broken", "added"])
+def test_anything_else_is_not_overwritten(tmp_path: Path, kind: str) -> None:
+    source, out = make_source(), tmp_path / "out"
+    if kind == "file":
+        out.write_text("a file")
+    elif kind == "added":
+        export_drafter(make_drafter(source), source, out)
+        (out / "tokenizer.json").write_text("{}")
+    else:
+        out.mkdir()
+        content = {"model": '{"model_type": "llama"}', "broken": "{", "documents": "[]"}[kind]
+        (out / "config.json").write_text(content)
+    before = sorted(p.read_bytes() for p in (out.iterdir() if out.is_dir() else [out]))
+    with pytest.raises(CheckpointError) as caught:
+        export_drafter(make_drafter(source), source, out)
+    assert "--output" in (caught.value.fix or "")
+    assert sorted(p.read_bytes() for p in (out.iterdir() if out.is_dir() else [out])) == before
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    source = make_source()
+    model = make_drafter(source)
+    with torch.no_grad():
+        model.get_parameter("norm.weight")[3] = float("nan")
+    with pytest.raises(CheckpointError, match=r"norm\.weight"):
+        export_drafter(model, source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+CONFIG_FAULTS: dict[str, Any] = {
+    "rms_norm_eps": 1e-2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 1,
+}
+
+
+@pytest.mark.parametrize("key", CONFIG_FAULTS)
+def test_a_wrong_key_in_the_config_is_found_and_the_old_export_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    source = make_source()
+    export_drafter(make_drafter(source), source, tmp_path / "out")
+    before = (tmp_path / "out" / "model.safetensors").read_bytes()
+    right = plugin.export_config
+
+    def wrong(*arguments: Any) -> dict[str, Any]:
+        return right(*arguments) | {key: CONFIG_FAULTS[key]}
+
+    monkeypatch.setattr(plugin, "export_config", wrong)
+    with pytest.raises((CheckpointError, RuntimeError)):
+        export_drafter(make_drafter(source, 1), source, tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_tensors_that_change_on_the_way_to_the_disk_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def damaging(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+        save_file(tensors | {"norm.weight": tensors["norm.weight"] * 2}, path, metadata)
+
+    source = make_source()
+    monkeypatch.setattr(export, "save_file", damaging)
+    with pytest.raises(CheckpointError, match=r"norm\.weight"):
+        export_drafter(make_drafter(source), source, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_commands_count_as_the_engines_do(tmp_path: Path) -> None:
+    source = make_source()
+    commands = export_drafter(make_drafter(source), source, tmp_path / "my out").commands
+    drafter = tmp_path / "my out"
+    assert commands["vLLM"] == (
+        "vllm serve org/target-8b --speculative-config "
+        f"""'{{"method":"dflash","model":"{drafter}","num_speculative_tokens":4}}'"""
+    )
+    assert "--speculative-algorithm DFLASH" in commands["SGLang"]
+    assert f"--speculative-draft-model-path '{drafter}'" in commands["SGLang"]
+    assert commands["SGLang"].endswith("--speculative-num-draft-tokens 5")
+
+
+def test_the_card_says_what_it_is(tmp_path: Path) -> None:
+    source = make_source()
+    export_drafter(make_drafter(source), source, tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    for text in ("base_model: org/target-8b", "block size: 5", "1, 4", "mask token id: 7", "val/accept_len: 2.25"):
+        assert text in card
+    assert str(tmp_path) not in card
