@@ -33,8 +33,8 @@ MARKER = "exported_by"
 
 TOLERANCE = 1e-4
 """Largest difference allowed between the two implementations, relative to the largest logit. Measured: 5e-7 (width 32)
-to 2e-6 (width 1024) when all is right, 5e-2 for a rotary base of 12000 in place of 10000, 5e-4 for an epsilon of 1e-3 in
-place of 1e-5; 1e-6 in place of 1e-5 (5e-6) is not seen."""
+to 2e-6 (width 1024) when all is right, 5e-2 for a rotary base of 12000 in place of 10000, 5e-4 for an epsilon of 1e-3
+in place of 1e-5; 1e-6 in place of 1e-5 (5e-6) is not seen."""
 
 
 @dataclass(frozen=True)
