@@ -210,7 +210,7 @@ class OrderedChannel(Generic[T]):
     Args:
         name: shown in statistics and when somebody waits for too long.
         capacity: how far ahead of the oldest undelivered number a sender may put; also the most items held.
-        lanes: number of lanes, M.
+        num_lanes: M, the number of lanes.
         first_seq: the first number; a resumed run does not begin at 0.
         max_bytes: bytes held at most, as told to ``send``; the oldest number is admitted beyond it.
         num_senders: how many ``close()`` calls end the channel.
@@ -220,19 +220,19 @@ class OrderedChannel(Generic[T]):
         self,
         name: str,
         capacity: int,
-        lanes: int = 1,
+        num_lanes: int = 1,
         *,
         first_seq: int = 0,
         max_bytes: int | None = None,
         num_senders: int = 1,
     ) -> None:
-        if lanes < 1:
-            raise ValueError(f"lanes={lanes} must be positive")
+        if num_lanes < 1:
+            raise ValueError(f"num_lanes={num_lanes} must be positive")
         self.name = name
         self.room = WaitRoom(name)
         self._ledger = _Ledger(capacity, max_bytes, num_senders)
         self._items: dict[int, tuple[T, int]] = {}
-        self._next = [first_seq + (lane - first_seq) % lanes for lane in range(lanes)]  # per lane, undelivered
+        self._next = [first_seq + (lane - first_seq) % num_lanes for lane in range(num_lanes)]  # per lane, undelivered
         self._end = first_seq  # one more than the largest number sent
 
     def send(self, seq: int, item: T, *, num_bytes: int = 0) -> None:

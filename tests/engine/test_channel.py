@@ -294,5 +294,5 @@ def test_ordered_close_and_cancel():
 def test_lanes_cannot_be_iterated_as_one():
     with pytest.raises(TypeError, match="has 2 lanes"):
         iter(OrderedChannel("features", 1, 2))
-    with pytest.raises(ValueError, match="lanes=0"):
+    with pytest.raises(ValueError, match="num_lanes=0"):
         OrderedChannel("features", 1, 0)
