@@ -42,12 +42,9 @@ LIGHT = (
     "models/drafters/*/options.py",
 )
 
-needs_command_line = pytest.mark.skipif(not (PACKAGE / "__main__.py").exists(), reason="no command line yet")
-
 # ------------------------------------------------------------------------------------------------------------- imports
 
 
-@needs_command_line
 def test_command_line_loads_nothing_heavy() -> None:
     done = python("-c", f"{loaded_after('helixctl.cli.app')}print(*sorted({SLOW_TO_IMPORT!r} & loaded))")
     assert done.returncode == 0, done.stderr
@@ -62,7 +59,6 @@ def test_light_modules_load_without_torch() -> None:
     assert done.stdout.split() == []
 
 
-@needs_command_line
 def test_help_answers_without_torch() -> None:
     done = python("-X", "importtime", "-m", "helixctl", "--help")
     assert done.returncode == 0, done.stderr
@@ -70,7 +66,6 @@ def test_help_answers_without_torch() -> None:
     assert not imported(done.stderr) & SLOW_TO_IMPORT
 
 
-@needs_command_line
 def test_recipe_error_answers_without_torch(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("kind: drafter\nrnu: {dir: runs/x}\n", encoding="utf-8")
@@ -85,11 +80,11 @@ def test_recipe_error_answers_without_torch(tmp_path: Path) -> None:
 
 def test_init_files_are_a_docstring_only() -> None:
     bad = [name for name, _, tree in sources() if name.endswith("__init__.py") and not is_docstring_only(tree)]
-    assert bad == []
+    assert_none(bad)
 
 
 def test_every_module_has_a_docstring() -> None:
-    assert [name for name, _, tree in sources() if not ast.get_docstring(tree)] == []
+    assert_none([name for name, _, tree in sources() if not ast.get_docstring(tree)])
 
 
 @pytest.mark.parametrize("algorithm", plugin_names(DRAFTERS))
@@ -102,12 +97,12 @@ def test_algorithm_is_named_in_its_own_folder_only(algorithm: str) -> None:
         for number, line in enumerate(text.splitlines(), 1)
         if algorithm.lower() in line.lower()
     ]
-    assert bad == []
+    assert_none(bad)
 
 
 def test_files_are_short() -> None:
     lengths = {name: len(text.splitlines()) for name, text, _ in sources()}
-    assert {name: n for name, n in lengths.items() if n > MAX_FILE_LINES} == {}
+    assert_none([f"{name}: {n} lines" for name, n in lengths.items() if n > MAX_FILE_LINES])
 
 
 def test_functions_are_short() -> None:
@@ -117,19 +112,18 @@ def test_functions_are_short() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None
     }
-    assert {name: n for name, n in lengths.items() if n > MAX_FUNCTION_LINES} == {}
+    assert_none([f"{name}: {n} lines" for name, n in lengths.items() if n > MAX_FUNCTION_LINES])
 
 
 def test_threads_are_made_in_the_engine_only() -> None:
     """Elsewhere a thread would escape the supervisor: no cancellation, no first failure, no name."""
     makers = ("threading.Thread", "threading.Timer", "concurrent.futures.ThreadPoolExecutor", "ThreadPoolExecutor")
-    outside = [name for name in package_calls(makers) if not name.startswith("helixctl/engine/")]
-    assert outside == []
+    assert_none([name for name in package_calls(makers) if not name.startswith("helixctl/engine/")])
 
 
 def test_nothing_sleeps() -> None:
     """Whoever waits, waits on something that can be cancelled."""
-    assert list(package_calls(("time.sleep", "sleep"))) == []
+    assert_none(list(package_calls(("time.sleep", "sleep"))))
 
 
 def test_every_silenced_rule_says_why() -> None:
@@ -141,10 +135,15 @@ def test_every_silenced_rule_says_why() -> None:
         for number, line in enumerate(text.splitlines(), 1)
         if no_reason.search(line)
     ]
-    assert bad == []
+    assert_none(bad)
 
 
 # ------------------------------------------------------------------------------------------------------------- helpers
+
+
+def assert_none(offenders: list[str]) -> None:
+    """Fail with the whole list: whoever broke a rule fixes all places at once."""
+    assert not offenders, "\n" + "\n".join(offenders)
 
 
 @cache
