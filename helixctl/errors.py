@@ -73,8 +73,8 @@ class StageFailed(HelixError):
 class Interrupted(HelixError):
     """The user asked to stop. Exit code 128 + signal number."""
 
-    def __init__(self, signal_number: int, message: str) -> None:
-        super().__init__(message)
+    def __init__(self, signal_number: int, message: str, *, fix: str | None = None) -> None:
+        super().__init__(message, fix=fix)
         self.exit_code = 128 + signal_number
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 Role = Literal["train", "validation"]
@@ -58,3 +59,5 @@ class SlotBatch:
     last_hidden: Tensor | None = None  # [R, S, H], after the last layer, before the final norm
     batch: MicroBatch | None = field(default=None, repr=False)
     """The micro-batch that now fills the slot (its CPU tensors and numbers)."""
+    done: torch.cuda.Event | None = field(default=None, repr=False)
+    """Recorded when the drafter has read the slot for the last time; the next writer waits on it."""

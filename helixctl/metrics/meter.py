@@ -66,7 +66,7 @@ class Meter:
 
 
 class Throughput:
-    """Tokens and steps per second of a window; time inside ``paused()`` does not count.
+    """Tokens and steps per second of a window; pauses do not count.
 
     The window begins when the meter is made and at every flush.
     """
@@ -75,10 +75,13 @@ class Throughput:
         self._clock = clock
         self._begin()
 
-    def step(self, num_tokens: int) -> None:
-        """Count one optimizer step that trained ``num_tokens`` real tokens."""
-        self._num_steps += 1
-        self._num_tokens += num_tokens
+    def step(self) -> None:
+        """Count one optimizer step."""
+        self.num_steps += 1
+
+    def pause(self, seconds: float) -> None:
+        """Leave out ``seconds`` that have just passed."""
+        self._paused_s += seconds
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -87,12 +90,19 @@ class Throughput:
         try:
             yield
         finally:
-            self._paused_s += self._clock() - began_at
+            self.pause(self._clock() - began_at)
 
-    def flush(self) -> dict[str, float]:
-        """Rates of the window; begins the next. Nothing counted means no entry."""
-        elapsed_s = self._clock() - self._started_at - self._paused_s
-        num_steps, num_tokens = self._num_steps, self._num_tokens
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds of the window so far, pauses left out."""
+        return self._clock() - self._started_at - self._paused_s
+
+    def flush(self, num_tokens: float) -> dict[str, float]:
+        """Rates of the window, in which ``num_tokens`` real tokens were trained; begins the next.
+
+        No step counted means no entry.
+        """
+        elapsed_s, num_steps = self.elapsed_s, self.num_steps
         self._begin()
         if not num_steps:
             return {}
@@ -104,8 +114,7 @@ class Throughput:
     def _begin(self) -> None:
         self._started_at = self._clock()
         self._paused_s = 0.0
-        self._num_steps = 0
-        self._num_tokens = 0
+        self.num_steps = 0
 
 
 class _Sum:

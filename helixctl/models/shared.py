@@ -5,6 +5,7 @@ Legend: V vocabulary rows, H target width.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,18 @@ class SharedWeights:
         """Token ids [...] -> inputs of the first layer [..., H]."""
         rows = functional.embedding(ids, self.embedding)
         return rows if self.embedding_scale == 1.0 else rows * self.embedding_scale
+
+    def to(self, device: torch.device) -> SharedWeights:
+        """A copy on ``device``; the embedding and a head tied to it stay one tensor."""
+        embedding = self.embedding.to(device)
+        return SharedWeights(
+            embedding=embedding,
+            head=embedding if self.head is self.embedding else self.head.to(device),
+            head_bias=None if self.head_bias is None else self.head_bias.to(device),
+            embedding_scale=self.embedding_scale,
+            logit_softcap=self.logit_softcap,
+            final_norm=copy.deepcopy(self.final_norm).to(device),
+        )
 
     def logits(self, normed: Tensor) -> Tensor:
         """States after the final norm [..., H] -> logits [..., V] in the same dtype."""

@@ -129,11 +129,12 @@ def test_throughput_counts_the_window_without_pauses() -> None:
     meter = Throughput(clock)
     for _ in range(2):
         clock.now += 1.5
-        meter.step(300)
+        meter.step()
     with meter.paused():
         clock.now += 60.0
-    assert meter.flush() == {names.PERF_TOKENS_PER_S: 200.0, names.PERF_STEP_MS: 1500.0}
+    assert meter.flush(600) == {names.PERF_TOKENS_PER_S: 200.0, names.PERF_STEP_MS: 1500.0}
     clock.now += 2.0
-    meter.step(100)
-    assert meter.flush() == {names.PERF_TOKENS_PER_S: 50.0, names.PERF_STEP_MS: 2000.0}
-    assert meter.flush() == {}
+    meter.step()
+    meter.pause(1.0)
+    assert meter.flush(50) == {names.PERF_TOKENS_PER_S: 50.0, names.PERF_STEP_MS: 1000.0}
+    assert meter.flush(0) == {}

@@ -1,0 +1,185 @@
+"""Wires a plan into stages: the only place that knows them all.
+
+Drafters are set up first, then targets, then readers; see ``engine.supervisor`` for the order and for failures.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from helixctl.data.batch import SlotBatch
+from helixctl.data.loader import BatchLoader, LoaderOptions
+from helixctl.data.sequence import Sequence
+from helixctl.data.store import Store
+from helixctl.engine.channel import Channel, OrderedChannel
+from helixctl.engine.interrupt import InterruptFlag
+from helixctl.engine.slots import SlotPool
+from helixctl.engine.stage import Stage
+from helixctl.engine.streams import Handoff
+from helixctl.engine.supervisor import Limits, Supervisor
+from helixctl.models.shared import SharedWeights
+from helixctl.models.target import Target
+from helixctl.plan import Plan
+from helixctl.plugins import DRAFTERS, load_plugin
+from helixctl.training.drafter import DrafterStage, Lane, Observer
+from helixctl.training.reduce import ProcessDrafters, SingleDrafter
+from helixctl.training.stages import Captured, NumberSource, PostStage, ReaderStage, TargetStage, Work, make_slot
+from helixctl.training.state import TrainState, num_steps
+
+WORK_AHEAD = 2
+"""Micro-batches that may wait between readers and targets, and between a target and its postprocess thread."""
+
+
+class Targets:
+    """Loads the target once per device, whoever asks first."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._loaded: dict[str, Target] = {}
+        self._lock = threading.Lock()
+
+    def on(self, device: str) -> Target:
+        """The target on ``device``, loaded at the first call."""
+        with self._lock:
+            if device not in self._loaded:
+                self._loaded[device] = load_target(self._plan, device)
+            return self._loaded[device]
+
+    def shared_on(self, device: str) -> SharedWeights:
+        """Embedding, head and final norm on ``device``; the target's own tensors where it lives there."""
+        if device in self._plan.target_devices:
+            return self.on(device).shared
+        return self.on(self._plan.target_devices[0]).shared.to(torch.device(device))
+
+
+def load_target(plan: Plan, device: str, dtype: str | None = None) -> Target:
+    """The frozen target with the plan's taps, in the plan's precision unless another is asked for."""
+    return Target.load(
+        plan.recipe.target, plan.target_layer_ids, torch.device(device), getattr(torch, dtype or plan.target_dtype)
+    )
+
+
+def drafter_plugin(plan: Plan) -> ModuleType:
+    """The plug-in module of the recipe's algorithm."""
+    return load_plugin(DRAFTERS, plan.recipe.drafter.algorithm, "plugin")
+
+
+def build_drafter(plan: Plan, device: torch.device) -> nn.Module:
+    """A fresh drafter with float32 masters on ``device``, its initial weights a function of the seed alone."""
+    plugin: Any = drafter_plugin(plan)
+    model: nn.Module = plugin.build(plan.recipe.drafter, plan.target, plan.target_layer_ids, plan.recipe.run.seed)
+    return model.to(device)
+
+
+def make_sequence(plan: Plan) -> Sequence:
+    """The order of training and validation micro-batches of the whole run."""
+    return Sequence(plan.batches_per_step, num_steps(plan), plan.recipe.validation.every_steps, plan.validation_batches)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A run ready to start, and what its accounting reads afterwards."""
+
+    supervisor: Supervisor
+    numbers: NumberSource
+    channels: tuple[Channel[Any] | OrderedChannel[Any], ...]
+    slots: SlotPool[SlotBatch]
+
+
+def build_pipeline(
+    plan: Plan,
+    store: Store,
+    state: TrainState,
+    observer: Observer,
+    interrupt: InterruptFlag,
+    targets: Targets,
+) -> Pipeline:
+    """Channels, slots and stages for N targets and M drafters."""
+    sequence = make_sequence(plan)
+    num_targets, num_drafters = len(plan.target_devices), len(plan.drafter_devices)
+    first = sequence.first_seq(state.step)
+    slots = _make_slots(plan, first)
+    numbers = NumberSource(first, sequence.total, slots)
+    work: Channel[Work] = Channel("work", WORK_AHEAD * num_targets, num_senders=plan.recipe.pipeline.readers)
+    lanes: OrderedChannel[Handoff[SlotBatch]] = OrderedChannel(
+        "features", plan.num_slots * num_drafters, num_lanes=num_drafters, first_seq=first, num_senders=num_targets
+    )
+    captured: list[Channel[Captured]] = [Channel(f"target-{i}-out", WORK_AHEAD) for i in range(num_targets)]
+    reducer = ProcessDrafters(num_drafters) if num_drafters > 1 else SingleDrafter()
+    channels: tuple[Channel[Any] | OrderedChannel[Any], ...] = (work, *captured, lanes)
+
+    def stop() -> None:
+        slots.cancel()
+        for channel in channels:
+            channel.cancel()
+
+    drafters = [
+        DrafterStage(
+            Lane(lane, lanes, slots, reducer, sequence, interrupt, stop),
+            plan,
+            _builder(plan, targets, lane),
+            state,
+            observer if lane == 0 else None,
+        )
+        for lane in range(num_drafters)
+    ]
+    middle: list[Stage] = []
+    for i, device in enumerate(plan.target_devices):
+        middle.append(TargetStage(f"target-{i}", _loader(targets, device), work, captured[i]))
+        middle.append(PostStage(f"target-{i}-post", torch.device(device), captured[i], lanes))
+    loader = make_loader(plan, store, sequence)
+    readers = [ReaderStage(f"reader-{i}", numbers, loader, work) for i in range(plan.recipe.pipeline.readers)]
+    meetings = [reducer.meeting] if isinstance(reducer, ProcessDrafters) else []
+    options = plan.recipe.pipeline
+    supervisor = Supervisor(
+        [drafters, middle, readers],
+        [slots, *channels, *meetings],
+        Limits(start_timeout_s=options.start_timeout_s, stall_timeout_s=options.stall_timeout_s),
+        interrupt=interrupt,
+    )
+    return Pipeline(supervisor, numbers, channels, slots)
+
+
+def make_loader(plan: Plan, store: Store, sequence: Sequence) -> BatchLoader:
+    """The reader's view of the store: micro-batches as a pure function of their number."""
+    recipe = plan.recipe
+    options = LoaderOptions(
+        seed=recipe.run.seed,
+        seq_len=recipe.data.seq_len,
+        rows=recipe.train.micro_batch_rows,
+        num_anchors=recipe.drafter.num_anchors,
+        packing=recipe.data.packing and not plan.target.recurrent,
+        pad_id=plan.target.pad_token_ids[0] if plan.target.pad_token_ids else 0,
+    )
+    return BatchLoader(store.split("train"), store.split("validation"), sequence, options)
+
+
+def make_slot_for(plan: Plan, device: torch.device) -> SlotBatch:
+    """One slot of the plan's shapes on ``device``."""
+    recipe = plan.recipe
+    shape = (recipe.train.micro_batch_rows, recipe.data.seq_len, recipe.drafter.num_anchors)
+    dtype = getattr(torch, plan.target_dtype)
+    return make_slot(shape, len(plan.target_layer_ids), plan.target.hidden_size, device, dtype)
+
+
+def _make_slots(plan: Plan, first_seq: int) -> SlotPool[SlotBatch]:
+    slots = [
+        [make_slot_for(plan, torch.device(device)) for _ in range(plan.num_slots)] for device in plan.drafter_devices
+    ]
+    return SlotPool("slots", slots, first_seq=first_seq)
+
+
+def _loader(targets: Targets, device: str) -> Callable[[], Target]:
+    return lambda: targets.on(device)
+
+
+def _builder(plan: Plan, targets: Targets, lane: int) -> Callable[[], tuple[nn.Module, SharedWeights]]:
+    device = plan.drafter_devices[lane]
+    return lambda: (build_drafter(plan, torch.device(device)), targets.shared_on(device))

@@ -1,0 +1,114 @@
+"""AdamW on float32 masters, the learning-rate schedule, and one optimizer step over summed gradients.
+
+Gradients arrive as sums of weighted losses; the step divides by the summed weights, so accumulation, several
+drafters and several processes take the same step. A step whose gradient norm is not finite changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from helixctl.recipe.schema import TrainOptions
+
+
+def learning_rate_scale(step: int, total_steps: int, options: TrainOptions) -> float:
+    """Share of the peak learning rate used by optimizer step ``step`` (the first is 0).
+
+    Rises linearly over the warm-up and reaches the peak at its end; then follows the schedule down towards
+    ``min_lr_ratio``, which step ``total_steps`` would reach.
+    """
+    warmup = round(options.warmup_ratio * total_steps)
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    return options.min_lr_ratio + (1.0 - options.min_lr_ratio) * _shape(done, options)
+
+
+def _shape(done: float, options: TrainOptions) -> float:
+    if options.schedule == "cosine":
+        return 0.5 * (1.0 + math.cos(math.pi * done))
+    if options.schedule == "linear":
+        return 1.0 - done
+    if options.schedule == "wsd":
+        held = 1.0 - options.decay_ratio
+        return 1.0 if done <= held or options.decay_ratio == 0.0 else (1.0 - done) / options.decay_ratio
+    return 1.0
+
+
+def make_optimizer(model: nn.Module, options: TrainOptions) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters; vectors (norms, biases) are not decayed."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trainable if p.ndim >= 2]
+    vectors = [p for p in trainable if p.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": options.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=options.learning_rate, betas=options.betas, fused=True)
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What one optimizer step did; tensors stay on the device until somebody flushes them."""
+
+    grad_norm: Tensor  # scalar float32, of the mean gradient, before clipping
+    finite: Tensor  # scalar bool; False: the step was skipped
+    learning_rate: float
+
+
+def take_step(
+    optimizer: torch.optim.AdamW, denominator: Tensor, learning_rate: float, max_grad_norm: float
+) -> StepOutcome:
+    """Divide the summed gradients by ``denominator``, clip, step, and clear the gradients.
+
+    Never waits for the device: a non-finite norm reaches the fused kernel as its ``found_inf`` flag, which
+    leaves parameters and moments alone.
+    """
+    grads = [p.grad for p in _parameters(optimizer) if p.grad is not None]
+    scale = 1.0 / denominator.clamp_min(torch.finfo(torch.float32).tiny)
+    norm = torch.nn.utils.get_total_norm(grads) * scale
+    finite = torch.isfinite(norm)
+    clip = (max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_(grads, scale * clip)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    return StepOutcome(norm, finite, learning_rate)
+
+
+def gradients(optimizer: torch.optim.AdamW) -> list[Tensor]:
+    """Every gradient in a fixed order, allocated as zeros where backward has not run yet."""
+    found = []
+    for parameter in _parameters(optimizer):
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        found.append(parameter.grad)
+    return found
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
+    """Moments and step counts under ``<parameter>.<moment>``, for a checkpoint."""
+    return {
+        f"{name}.{key}": value
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.AdamW, tensors: dict[str, Tensor]) -> None:
+    """Put back what ``optimizer_tensors`` returned, bit for bit."""
+    for name, parameter in model.named_parameters():
+        keys = [k for k in ("step", "exp_avg", "exp_avg_sq") if f"{name}.{k}" in tensors]
+        optimizer.state[parameter] = {k: tensors[f"{name}.{k}"].to(parameter.device) for k in keys}
+
+
+def _parameters(optimizer: torch.optim.AdamW) -> Iterable[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]

@@ -1,0 +1,145 @@
+"""Lane 0's record of a run: metrics to the sinks, checkpoints, and which checkpoint is the best.
+
+Checkpoints are written at the end of a step and of the validation pass that follows it, so that resuming begins with
+the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from helixctl.checkpoint.store import Best, load_checkpoint, prune, save_checkpoint, write_best
+from helixctl.engine.interrupt import InterruptFlag
+from helixctl.metrics import names
+from helixctl.metrics.meter import Meter, Throughput
+from helixctl.metrics.sink import SinkGroup
+from helixctl.plan import Plan
+from helixctl.training.evaluate import validation_metrics
+from helixctl.training.optim import StepOutcome, load_optimizer_tensors, optimizer_tensors
+from helixctl.training.state import TrainState, num_steps
+
+Live = Callable[[nn.Module], float]
+"""Decodes a few held-out prompts with the live target; returns the acceptance length."""
+
+_TOKENS = "tokens"
+
+
+class Recorder:
+    """The observer of lane 0."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        state: TrainState,
+        sinks: SinkGroup,
+        interrupt: InterruptFlag,
+        *,
+        live: Live | None = None,
+        resume_from: Path | None = None,
+    ) -> None:
+        self.validation: dict[str, float] = {}
+        self.last_loss: float | None = None
+        self.last_checkpoint = resume_from
+        self.tokens = 0.0
+        """Real tokens trained by this process, in flushed windows."""
+        self.seconds = 0.0
+        """Seconds of those windows; validation and checkpoints do not count."""
+        self._plan = plan
+        self._state = state
+        self._num_steps = num_steps(plan)
+        self._sinks = sinks
+        self._interrupt = interrupt
+        self._live = live
+        self._meter = Meter()
+        self._throughput = Throughput()
+        self._is_best = False
+
+    @property
+    def root(self) -> Path:
+        """The folder of the run's checkpoints."""
+        return self._plan.recipe.run.dir / "checkpoints"
+
+    def restore(self, model: nn.Module, optimizer: torch.optim.AdamW) -> None:
+        """Put the checkpoint's tensors into the model and the optimizer, bit for bit."""
+        if self.last_checkpoint is None:
+            return
+        loaded = load_checkpoint(self.last_checkpoint)
+        model.load_state_dict(loaded.tensors["drafter"])
+        load_optimizer_tensors(model, optimizer, loaded.tensors["optimizer"])
+
+    def started(self) -> None:
+        """The gate has opened: time counts from here."""
+        self._throughput = Throughput()
+
+    def stepped(self, step: int, sums: dict[str, Tensor], outcome: StepOutcome) -> None:
+        """Add the step to the window; flush the window when it is full."""
+        self._state.step = step
+        meter = self._meter
+        meter.add(names.TRAIN_LOSS, sums["loss_num"], sums["loss_den"])
+        meter.add(names.TRAIN_ACCURACY, sums["correct"], sums["count"])
+        meter.add(names.TRAIN_GRAD_NORM, outcome.grad_norm)
+        meter.set(names.TRAIN_LEARNING_RATE, outcome.learning_rate)
+        meter.add_total(names.TRAIN_BAD_STEPS, (~outcome.finite).float())
+        meter.add_total(_TOKENS, sums["tokens"])
+        self._throughput.step()
+        if self._state.step % self._plan.recipe.train.log_every_steps == 0 or self._is_last_step():
+            self._flush()
+
+    def validated(self, sums: dict[str, Tensor], model: nn.Module, seconds: float) -> None:
+        """Write the metrics of a pass that took ``seconds``; remember whether this is the best step so far."""
+        self._throughput.pause(seconds)
+        with self._throughput.paused():
+            values = validation_metrics(sums)
+            if self._live is not None:
+                values[names.LIVE_ACCEPT_LEN] = self._live(model)
+            self.validation = values
+            self._sinks.write(self._state.step, values)
+            self._judge(values)
+
+    def boundary(self, model: nn.Module, optimizer: torch.optim.AdamW) -> None:
+        """Save when a checkpoint is due: by cadence, as the best, at the end, or because the user stops the run."""
+        on_cadence = self._state.step % self._plan.recipe.checkpoint.every_steps == 0
+        if not (on_cadence or self._is_best or self._is_last_step() or self._interrupt.requested):
+            return
+        if self._throughput.num_steps:
+            self._flush()
+        with self._throughput.paused():
+            self._save(model, optimizer)
+
+    def _is_last_step(self) -> bool:
+        return self._state.step >= self._num_steps
+
+    def _flush(self) -> None:
+        values = self._meter.flush()
+        num_tokens = values.pop(_TOKENS)
+        elapsed_s = self._throughput.elapsed_s
+        self.tokens += num_tokens
+        self.seconds += elapsed_s
+        self._state.trained_tokens += round(num_tokens)
+        self._state.train_seconds += elapsed_s
+        self._state.skipped_steps += round(values[names.TRAIN_BAD_STEPS])
+        self.last_loss = values[names.TRAIN_LOSS]
+        self._sinks.write(self._state.step, {**values, **self._throughput.flush(num_tokens)})
+
+    def _judge(self, values: dict[str, float]) -> None:
+        metric = self._plan.recipe.checkpoint.best
+        if metric not in values:
+            return
+        value, best = values[metric], self._state.best_value
+        self._is_best = best is None or (value > best if names.larger_is_better(metric) else value < best)
+        if self._is_best:
+            self._state.best_value, self._state.best_step = value, self._state.step
+
+    def _save(self, model: nn.Module, optimizer: torch.optim.AdamW) -> None:
+        options = self._plan.recipe.checkpoint
+        tensors = {"drafter": dict(model.state_dict()), "optimizer": optimizer_tensors(model, optimizer)}
+        self.last_checkpoint = save_checkpoint(self.root, self._state.step, tensors, self._state.to_json())
+        if self._is_best:
+            assert self._state.best_value is not None
+            write_best(self.root, Best(self._state.step, options.best, self._state.best_value))
+            self._is_best = False
+        prune(self.root, options.keep_last, self._state.best_step)

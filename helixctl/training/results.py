@@ -1,0 +1,110 @@
+"""What the commands return: plain values, printed by ``cli/render.py`` and written as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """The end of a training run; also ``result.json`` in the run directory."""
+
+    run_dir: str
+    finished: bool
+    """False when the user stopped it; ``train --resume`` goes on."""
+    steps: int
+    total_steps: int
+    tokens_per_s: float
+    train_seconds: float
+    loss: float | None
+    validation: dict[str, float]
+    """Metrics of the last validation pass."""
+    best_value: float | None
+    best_step: int | None
+    checkpoint: str | None
+    peak_memory_bytes: dict[str, int]
+    accounting: dict[str, int]
+    """Documents and micro-batches: what was read, kept, dropped by reason, produced, trained, validated."""
+    pipeline: dict[str, dict[str, float]]
+    """Seconds waited on each side of every channel, and for slots."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A piece of a decoded answer."""
+
+    text: str
+    kind: str
+    """draft (proposed by the drafter and accepted), bonus (the target's own) or prefill."""
+
+
+@dataclass(frozen=True)
+class PromptResult:
+    """Speculative decoding of one prompt."""
+
+    prompt: str
+    num_tokens: int
+    accept_len: float
+    identical: bool
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True)
+class GreedyCheck:
+    """Speculative against plain greedy output in one precision."""
+
+    dtype: str
+    prompts: int
+    identical: int
+    near_ties: int
+    """Prompts whose first difference stands where plain decoding's two best logits are closer than the noise."""
+    different: int
+    noise: float
+
+
+@dataclass(frozen=True)
+class Proof:
+    """One of the proofs of ``docs/architecture.md``, on the user's own model."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+@dataclass(frozen=True)
+class ValidationResult:
+    """What ``helixctl validate`` found."""
+
+    checkpoint: str
+    step: int
+    held_out: dict[str, float]
+    accept_len: float | None
+    """Mean emitted tokens per verify cycle over all cycles of all prompts, bonus included."""
+    accept_len_shuffled: float | None
+    """The same drafter fed with features in shuffled order: what the features are worth is the difference."""
+    prompts: tuple[PromptResult, ...]
+    greedy: tuple[GreedyCheck, ...]
+    plain_tokens_per_s: float | None
+    speculative_tokens_per_s: float | None
+    proofs: tuple[Proof, ...]
+
+    @property
+    def lossless(self) -> bool:
+        """No prompt differs, near-ties of low precision aside."""
+        return all(check.different == 0 for check in self.greedy)
+
+
+def to_json(result: Any) -> str:
+    """A result as indented JSON."""
+    return json.dumps(dataclasses.asdict(result), indent=2, default=str)
+
+
+def write_json(path: Path, text: str) -> None:
+    """Replace a small file at once, never leaving half of it."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text + "\n", encoding="utf-8")
+    temporary.replace(path)

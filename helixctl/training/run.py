@@ -1,0 +1,148 @@
+"""``helixctl train``: claims the run directory, runs the pipeline, and writes what came of it."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from helixctl.checkpoint.store import load_checkpoint
+from helixctl.data.store import Store
+from helixctl.engine.interrupt import InterruptFlag
+from helixctl.errors import Interrupted
+from helixctl.metrics.sink import SinkGroup, open_sinks
+from helixctl.models.tokenizer import load_tokenizer
+from helixctl.plan import Plan
+from helixctl.recipe.load import dump_recipe
+from helixctl.training.build import Pipeline, Targets, build_pipeline
+from helixctl.training.live import LiveDecoder, decode_options, held_out_prompts
+from helixctl.training.recorder import Recorder
+from helixctl.training.results import TrainResult, to_json, write_json
+from helixctl.training.run_dir import claimed_run_dir, find_resume_point
+from helixctl.training.state import TrainState, check_fingerprints, make_fingerprints, num_steps
+
+
+def run_training(plan: Plan, *, resume: bool = False) -> TrainResult:
+    """Train until the last step, or until the user stops the run.
+
+    Raises:
+        UsageError: the run directory holds a run already, or cannot be written.
+        CheckpointError: ``resume`` finds no whole checkpoint, or one of another run.
+        StageFailed: a stage raised; its exception is the cause.
+        Interrupted: the user stopped the run; the last step is saved.
+    """
+    store = Store.open(plan.recipe.data.store)
+    _use_threads(plan)
+    with claimed_run_dir(plan.recipe.run.dir) as run_dir, InterruptFlag() as interrupt:
+        found = find_resume_point(run_dir, resume)
+        state = _state(plan, store, found.path if found else None)
+        write_json(run_dir / "plan.json", to_json(plan))
+        (run_dir / "recipe.yaml").write_text(dump_recipe(plan.recipe), encoding="utf-8")
+        sinks = open_sinks(plan.recipe.metrics.sinks, run_dir, num_steps(plan), state.step if found else None)
+        try:
+            return _run(plan, store, state, sinks, (interrupt, found.path if found else None))
+        finally:
+            sinks.close()
+
+
+def _run(
+    plan: Plan, store: Store, state: TrainState, sinks: SinkGroup, start: tuple[InterruptFlag, Path | None]
+) -> TrainResult:
+    interrupt, resume_from = start
+    targets = Targets(plan)
+    recorder = Recorder(plan, state, sinks, interrupt, live=_live(plan, store, targets), resume_from=resume_from)
+    pipeline = build_pipeline(plan, store, state, recorder, interrupt, targets)
+    try:
+        pipeline.supervisor.run()
+    except Interrupted as stopped:
+        result = _finish(plan, store, recorder, state, pipeline)
+        raise Interrupted(
+            stopped.exit_code - 128,
+            f"{stopped.message} at step {state.step} of {num_steps(plan)}; saved: {result.checkpoint or 'nothing'}",
+            fix="go on with: helixctl train RECIPE --resume",
+        ) from None
+    return _finish(plan, store, recorder, state, pipeline)
+
+
+def _state(plan: Plan, store: Store, checkpoint: Path | None) -> TrainState:
+    current = make_fingerprints(plan, _store_fingerprints(store))
+    if checkpoint is None:
+        return TrainState(fingerprints=current)
+    state = TrainState.from_json(load_checkpoint(checkpoint).state)
+    check_fingerprints(state.fingerprints, current)
+    return state
+
+
+def _store_fingerprints(store: Store) -> dict[str, str]:
+    tokenizer = store.manifest.tokenizer
+    return {"data": store.fingerprint, "tokenizer": tokenizer.sha256, "chat template": tokenizer.template_sha256}
+
+
+def _live(plan: Plan, store: Store, targets: Targets) -> LiveDecoder | None:
+    limit = plan.recipe.validation.live_prompts
+    if not limit or not plan.recipe.validation.every_steps or plan.target.recurrent:
+        return None
+    tokenizer = load_tokenizer(plan.recipe.target)
+    prompts = held_out_prompts(store, tokenizer, limit)
+    return LiveDecoder(plan, targets, prompts, decode_options(plan, tokenizer)) if prompts else None
+
+
+def _use_threads(plan: Plan) -> None:
+    """Set before any stage starts: threads inherit it, and a change later would recompile."""
+    if plan.threads:
+        torch.set_num_threads(plan.threads)
+    if plan.recipe.run.deterministic:
+        torch.use_deterministic_algorithms(True)
+
+
+def _finish(plan: Plan, store: Store, recorder: Recorder, state: TrainState, pipeline: Pipeline) -> TrainResult:
+    result = TrainResult(
+        run_dir=str(plan.recipe.run.dir),
+        finished=state.step >= num_steps(plan),
+        steps=state.step,
+        total_steps=num_steps(plan),
+        tokens_per_s=recorder.tokens / recorder.seconds if recorder.seconds else 0.0,
+        train_seconds=state.train_seconds,
+        loss=recorder.last_loss,
+        validation=recorder.validation,
+        best_value=state.best_value,
+        best_step=state.best_step,
+        checkpoint=str(recorder.last_checkpoint) if recorder.last_checkpoint else None,
+        peak_memory_bytes=_peak_memory(plan),
+        accounting=_accounting(store, state, pipeline),
+        pipeline=_waits(pipeline),
+    )
+    write_json(plan.recipe.run.dir / "result.json", to_json(result))
+    return result
+
+
+def _accounting(store: Store, state: TrainState, pipeline: Pipeline) -> dict[str, int]:
+    manifest = store.manifest
+    counts = {
+        "documents read": manifest.read,
+        "documents kept": manifest.kept,
+        **{f"documents dropped: {reason}": count for reason, count in sorted(manifest.dropped.items())},
+        "micro-batches produced": pipeline.numbers.produced,
+        "micro-batches consumed": pipeline.slots.stats().released,
+        "steps skipped": state.skipped_steps,
+    }
+    counts["micro-batches in flight at the end"] = counts["micro-batches produced"] - counts["micro-batches consumed"]
+    return counts
+
+
+def _waits(pipeline: Pipeline) -> dict[str, dict[str, float]]:
+    waits = {"slots": {"acquire_wait_s": pipeline.slots.stats().wait_s}}
+    for channel in pipeline.channels:
+        stats: Any = channel.stats()
+        waits[channel.name] = {"send_wait_s": stats.send_wait_s, "receive_wait_s": stats.receive_wait_s}
+    return waits
+
+
+def _peak_memory(plan: Plan) -> dict[str, int]:
+    peak = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    for device in {*plan.target_devices, *plan.drafter_devices}:
+        if device.startswith("cuda"):
+            peak[device] = torch.cuda.max_memory_allocated(device)
+    return peak

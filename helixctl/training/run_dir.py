@@ -1,0 +1,98 @@
+"""The run directory: who may write there, what stands there, and where a run goes on.
+
+recipe.yaml  plan.json  run.pid  metrics.jsonl  tensorboard/  checkpoints/  result.json
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from helixctl.checkpoint.store import Latest, checkpoint_path, latest_checkpoint, list_checkpoints, read_best
+from helixctl.errors import CheckpointError, UsageError
+
+
+@contextmanager
+def claimed_run_dir(path: Path) -> Iterator[Path]:
+    """Create the run directory and hold it for this process; two runs never write to one directory.
+
+    Raises:
+        UsageError: it cannot be written, or another live process holds it.
+    """
+    pid_file = path / "run.pid"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        _refuse_live_owner(pid_file)
+        pid_file.write_text(f"{os.getpid()}\n", encoding="ascii")
+    except OSError as error:
+        raise UsageError(
+            f"run.dir {path} cannot be written: {error.strerror or error}",
+            fix="choose another folder: --set run.dir=...",
+        ) from error
+    try:
+        yield path
+    finally:
+        pid_file.unlink(missing_ok=True)
+
+
+def find_resume_point(path: Path, resume: bool) -> Latest | None:
+    """The checkpoint that ``--resume`` goes on from; None starts at step 0.
+
+    Raises:
+        UsageError: the directory already holds a run and ``resume`` was not asked for.
+        CheckpointError: there are checkpoints, and none is whole.
+    """
+    root = path / "checkpoints"
+    present = list_checkpoints(root) if root.exists() else []
+    if present and not resume:
+        raise UsageError(
+            f"{path} already holds a run ({len(present)} checkpoints)",
+            fix="continue it with --resume, or choose another folder with --set run.dir=...",
+        )
+    if not present:
+        return None
+    found = latest_checkpoint(root)
+    if found.path is None:
+        reasons = "; ".join(f"{s.path.name}: {s.reason}" for s in found.skipped)
+        raise CheckpointError(
+            f"no checkpoint in {root} is whole: {reasons}", fix=f"delete {root} to begin again, or restore a copy"
+        )
+    return found
+
+
+def choose_checkpoint(run_dir: Path, asked: Path | None) -> Path:
+    """The checkpoint to validate or export: the one asked for, else the best, else the newest.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if asked is not None:
+        if not asked.is_dir():
+            raise CheckpointError(
+                f"there is no checkpoint at {asked}", fix="name a folder like checkpoints/step-00000100"
+            )
+        return asked
+    root = run_dir / "checkpoints"
+    best = read_best(root) if root.exists() else None
+    if best is not None and checkpoint_path(root, best.step).is_dir():
+        return checkpoint_path(root, best.step)
+    newest = latest_checkpoint(root).path if root.exists() else None
+    if newest is None:
+        raise CheckpointError(f"{run_dir} holds no checkpoint", fix="run `helixctl train` first, or give --checkpoint")
+    return newest
+
+
+def _refuse_live_owner(pid_file: Path) -> None:
+    try:
+        owner = int(pid_file.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return
+    if owner != os.getpid() and psutil.pid_exists(owner):
+        raise UsageError(
+            f"process {owner} is already running in {pid_file.parent}",
+            fix=f"wait for it, stop it (kill {owner}), or choose another run.dir",
+        )

@@ -1,0 +1,178 @@
+"""The stages in front of a drafter: reader, target, and the target's postprocess thread.
+
+    reader --work--> target --features--> post --lanes--> drafter
+
+A reader takes the next number, waits for that number's slot, and builds the micro-batch. A target computes features and
+nothing else. Its postprocess thread moves them into the slot and hands the slot over.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from helixctl.data.batch import MicroBatch, SlotBatch
+from helixctl.data.loader import BatchLoader
+from helixctl.engine.channel import Channel, OrderedChannel
+from helixctl.engine.slots import SlotPool
+from helixctl.engine.streams import Handoff, StreamContext
+from helixctl.models.target import Target
+
+
+@dataclass(frozen=True)
+class Work:
+    """A micro-batch and the slot it will fill."""
+
+    batch: MicroBatch
+    slot: SlotBatch
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A micro-batch whose features have been computed on the target's stream."""
+
+    work: Work
+    features: Handoff[list[Tensor]]
+
+
+class NumberSource:
+    """Hands the numbers of the run's micro-batches to the readers, each with its slot, in order."""
+
+    def __init__(self, first: int, end: int, pool: SlotPool[SlotBatch]) -> None:
+        self._next = first
+        self._end = end
+        self._pool = pool
+        self._lock = threading.Lock()
+        self.produced = 0
+
+    def take(self) -> tuple[int, SlotBatch] | None:
+        """The next number and its slot, or None after the last; waits until the slot is free."""
+        with self._lock:
+            if self._next >= self._end:
+                return None
+            seq = self._next
+            self._next += 1
+        slot = self._pool.acquire(seq)
+        with self._lock:
+            self.produced += 1
+        return seq, slot
+
+
+class ReaderStage:
+    """Builds micro-batches: tokens, packing, anchors."""
+
+    def __init__(self, name: str, numbers: NumberSource, loader: BatchLoader, outbox: Channel[Work]) -> None:
+        self.name = name
+        self._numbers = numbers
+        self._loader = loader
+        self._outbox = outbox
+
+    def setup(self) -> None:
+        """Nothing to load: the store is memory-mapped."""
+
+    def run(self) -> None:
+        """Until the last number has been handed out."""
+        while (taken := self._numbers.take()) is not None:
+            seq, slot = taken
+            self._outbox.send(Work(self._loader.batch(seq), slot))
+        self._outbox.close()
+
+    def teardown(self) -> None:
+        """Nothing to release."""
+
+
+class TargetStage:
+    """Runs the frozen target up to its last tap, in its own stream."""
+
+    def __init__(self, name: str, load: Callable[[], Target], inbox: Channel[Work], outbox: Channel[Captured]) -> None:
+        self.name = name
+        self._load = load
+        self._inbox = inbox
+        self._outbox = outbox
+        self._target: Target | None = None
+
+    def setup(self) -> None:
+        """Load the weights."""
+        self._target = self._load()
+
+    def run(self) -> None:
+        """Until the readers are done."""
+        target = self._target
+        assert target is not None
+        with StreamContext(target.device) as stream:
+            for work in self._inbox:
+                features = target.features(work.batch)
+                self._outbox.send(Captured(work, stream.handoff(features)))
+        self._outbox.close()
+
+    def teardown(self) -> None:
+        """Let go of the weights."""
+        self._target = None
+
+
+class PostStage:
+    """Moves features into the slot and hands the slot to its drafter, off the target's critical path."""
+
+    def __init__(
+        self,
+        name: str,
+        device: torch.device,
+        inbox: Channel[Captured],
+        outbox: OrderedChannel[Handoff[SlotBatch]],
+    ) -> None:
+        self.name = name
+        self._device = device
+        self._inbox = inbox
+        self._outbox = outbox
+
+    def setup(self) -> None:
+        """Nothing to load."""
+
+    def run(self) -> None:
+        """Until the target is done."""
+        for captured in self._inbox:
+            slot = captured.work.slot
+            with StreamContext(slot.input_ids.device, peer=self._device) as stream:
+                stream.reuse(slot)
+                fill_slot(slot, captured.work.batch, captured.features.take())
+                self._outbox.send(captured.work.batch.seq, stream.handoff(slot))
+        self._outbox.close()
+
+    def teardown(self) -> None:
+        """Nothing to release."""
+
+
+def fill_slot(slot: SlotBatch, batch: MicroBatch, features: Sequence[Tensor]) -> None:
+    """Copy a micro-batch and its features, K taps and perhaps the last hidden state, to the slot's fixed addresses."""
+    num_taps = len(slot.features)
+    for destination, source in zip(slot.features, features[:num_taps], strict=True):
+        destination.copy_(source, non_blocking=True)
+    if slot.last_hidden is not None:
+        slot.last_hidden.copy_(features[num_taps], non_blocking=True)
+    for name in ("input_ids", "position_ids", "document_ids", "loss_mask", "anchors", "anchor_valid"):
+        getattr(slot, name).copy_(getattr(batch, name), non_blocking=True)
+    slot.batch = batch
+
+
+def make_slot(
+    batch_shape: tuple[int, int, int], num_taps: int, width: int, device: torch.device, dtype: torch.dtype
+) -> SlotBatch:
+    """Allocate one slot. ``batch_shape`` is (R, S, A); ``width`` is H."""
+    rows, tokens, anchors = batch_shape
+
+    def zeros(shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=kind, device=device)
+
+    return SlotBatch(
+        features=[zeros((rows, tokens, width), dtype) for _ in range(num_taps)],
+        input_ids=zeros((rows, tokens), torch.int64),
+        position_ids=zeros((rows, tokens), torch.int64),
+        document_ids=zeros((rows, tokens), torch.int32),
+        loss_mask=zeros((rows, tokens), torch.bool),
+        anchors=zeros((rows, anchors), torch.int64),
+        anchor_valid=zeros((rows, anchors), torch.bool),
+    )

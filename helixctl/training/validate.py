@@ -1,0 +1,204 @@
+"""``helixctl validate``: held-out metrics, real speculative decoding, losslessness, proofs on the user's own model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from helixctl.checkpoint.store import load_checkpoint
+from helixctl.data import sequence as order
+from helixctl.data.store import Store
+from helixctl.decoding.decoded import Decoded, DecodeOptions, DecodeProgress, accept_len
+from helixctl.decoding.losslessness import compare_greedy, measure_noise
+from helixctl.decoding.speculative import decode_speculative
+from helixctl.decoding.timing import TimedDecode, time_plain, time_speculative
+from helixctl.models.target import Target
+from helixctl.models.tokenizer import load_tokenizer
+from helixctl.plan import Plan
+from helixctl.training.build import build_drafter, load_target, make_loader, make_slot_for
+from helixctl.training.drafter import Drafter, autocast
+from helixctl.training.evaluate import validation_metrics
+from helixctl.training.live import (
+    Prompt,
+    ShuffledFeatures,
+    decode_options,
+    held_out_prompts,
+    make_policy,
+    prompts_from_file,
+)
+from helixctl.training.proofs import MAX_TOKENS, prove
+from helixctl.training.results import GreedyCheck, PromptResult, Segment, ValidationResult
+from helixctl.training.run_dir import choose_checkpoint
+from helixctl.training.stages import fill_slot
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how far it has come, and how much there is."""
+
+NOISE_ANSWERS = 4
+"""Answers on which rounding is measured: one after the other, a token at a time, so few."""
+
+
+@dataclass(frozen=True)
+class Both:
+    """The same prompts answered with and without the drafter in one precision."""
+
+    plain: TimedDecode
+    speculative: TimedDecode
+    check: GreedyCheck
+    identical: frozenset[int]
+    """Indices of the prompts whose answers are equal."""
+
+
+class Validator:
+    """One checkpoint, one target, one set of prompts."""
+
+    def __init__(self, plan: Plan, store: Store, checkpoint: Path, on_progress: Progress) -> None:
+        self.plan = plan
+        self.store = store
+        self.on_progress = on_progress
+        self.device = torch.device(plan.drafter_devices[0])
+        self.model = build_drafter(plan, self.device)
+        loaded = load_checkpoint(checkpoint)
+        self.model.load_state_dict(loaded.tensors["drafter"])
+        self.step = loaded.step
+
+    def held_out(self, target: Target) -> dict[str, float]:
+        """The metrics of the run's own validation pass."""
+        plan, sums = self.plan, dict[str, Tensor]()
+        sequence = order.Sequence(plan.batches_per_step, 1, 1, plan.validation_batches)
+        loader = make_loader(plan, self.store, sequence)
+        slot = make_slot_for(plan, self.device)
+        first = sequence.seq_after_step(0)
+        drafter = cast(Drafter, self.model)
+        for seq in range(first, sequence.total):
+            batch = loader.batch(seq)
+            fill_slot(slot, batch, target.features(batch))
+            with torch.no_grad(), autocast(plan, self.device):
+                for name, value in drafter.evaluate(slot, target.shared).items():
+                    sums[name] = sums[name] + value if name in sums else value.clone()
+            self.on_progress("held-out rows", seq - first + 1, sequence.total - first)
+        return validation_metrics(sums) if sums else {}
+
+    def decode(self, target: Target, prompts: Sequence[Prompt], options: DecodeOptions) -> Both:
+        """Answer every prompt plainly and speculatively, timed, and compare."""
+        ids = [prompt.ids for prompt in prompts]
+        policy = make_policy(self.plan, self.model, target.shared)
+        recording = replace(options, record_margins=True)
+        name = str(target.dtype).removeprefix("torch.")
+        plain = time_plain(target, ids, recording, on_progress=self._count(f"plain decoding, {name}"))
+        drafted = time_speculative(
+            target, policy, ids, options, on_progress=self._count(f"speculative decoding, {name}")
+        )
+        noise = measure_noise(target, plain.decoded[:NOISE_ANSWERS], policy.block_size)
+        found = compare_greedy(plain.decoded, drafted.decoded, noise)
+        check = GreedyCheck(name, len(ids), found.identical, found.near_ties, found.different, noise)
+        parted = {difference.prompt for difference in found.differences}
+        return Both(plain, drafted, check, frozenset(range(len(ids))) - parted)
+
+    def shuffled(self, target: Target, prompts: Sequence[Prompt], options: DecodeOptions) -> float | None:
+        """Acceptance length when the drafter is fed with features of the wrong places."""
+        policy = ShuffledFeatures(make_policy(self.plan, self.model, target.shared), self.plan.recipe.run.seed)
+        progress = self._count("control with shuffled features")
+        answers = decode_speculative(target, policy, [p.ids for p in prompts], options, on_progress=progress)
+        return accept_len(answers)
+
+    def _count(self, what: str) -> Callable[[DecodeProgress], None]:
+        return lambda progress: self.on_progress(what, progress.num_done, progress.num_prompts)
+
+
+def run_validation(
+    plan: Plan,
+    *,
+    checkpoint: Path | None = None,
+    prompts: Path | None = None,
+    on_progress: Progress = lambda what, done, total: None,
+) -> ValidationResult:
+    """Validate a checkpoint: the one given, else the best of the run, else its newest.
+
+    Losslessness is judged in float32; the target's own precision is reported beside it with its near-ties.
+
+    Raises:
+        CheckpointError: there is no whole checkpoint.
+        DataError: no store, or prompts that cannot be read.
+    """
+    store = Store.open(plan.recipe.data.store)
+    path = choose_checkpoint(plan.recipe.run.dir, checkpoint)
+    tokenizer = load_tokenizer(plan.recipe.target)
+    limit = plan.recipe.validation.live_prompts
+    asked = prompts_from_file(prompts, tokenizer) if prompts else held_out_prompts(store, tokenizer, limit)
+    validator = Validator(plan, store, path, on_progress)
+    options = decode_options(plan, tokenizer)
+    target = load_target(plan, plan.target_devices[0])
+    held_out = validator.held_out(target)
+    document = _document(store)
+    if not asked:
+        return _result(path, validator, held_out, prove(plan, validator.model, _exact(plan, target), document, None))
+    served = validator.decode(target, asked, options)
+    control = validator.shuffled(target, asked, options)
+    exact = _exact(plan, target)
+    judged = served if exact is target else validator.decode(exact, asked, options)
+    proofs = prove(plan, validator.model, exact, document, judged.check)
+    checks = (judged.check,) if exact is target else (judged.check, served.check)
+    return replace(
+        _result(path, validator, held_out, proofs),
+        accept_len=accept_len(served.speculative.decoded),
+        accept_len_shuffled=control,
+        prompts=tuple(_prompt_results(tokenizer, asked, served, judged.identical)),
+        greedy=checks,
+        plain_tokens_per_s=served.plain.tokens_per_s,
+        speculative_tokens_per_s=served.speculative.tokens_per_s,
+    )
+
+
+def _exact(plan: Plan, target: Target) -> Target:
+    """The target in float32, in which decoding must be lossless token for token."""
+    return target if target.dtype == torch.float32 else load_target(plan, plan.target_devices[0], "float32")
+
+
+def _document(store: Store) -> tuple[list[int], list[bool]]:
+    """The held-out (else the training) document with the most supervised tokens among those that begin early enough."""
+    split = store.split("validation")
+    if not split.num_documents:
+        split = store.split("train")
+    usable = split.trainable(MAX_TOKENS // 2)
+    longest = int(usable[split.supervised_counts[usable].argmax()])
+    return split.tokens(longest).tolist(), split.loss_mask(longest).tolist()
+
+
+def _result(path: Path, validator: Validator, held_out: dict[str, float], proofs: tuple[Any, ...]) -> ValidationResult:
+    return ValidationResult(
+        checkpoint=str(path),
+        step=validator.step,
+        held_out=held_out,
+        accept_len=None,
+        accept_len_shuffled=None,
+        prompts=(),
+        greedy=(),
+        plain_tokens_per_s=None,
+        speculative_tokens_per_s=None,
+        proofs=proofs,
+    )
+
+
+def _prompt_results(
+    tokenizer: Any, prompts: Sequence[Prompt], both: Both, identical: frozenset[int]
+) -> list[PromptResult]:
+    return [
+        PromptResult(
+            prompt=prompt.text,
+            num_tokens=len(decoded.tokens),
+            accept_len=decoded.accept_len or 1.0,
+            identical=index in identical,
+            segments=_segments(tokenizer, decoded),
+        )
+        for index, (prompt, decoded) in enumerate(zip(prompts, both.speculative.decoded, strict=True))
+    ]
+
+
+def _segments(tokenizer: Any, decoded: Decoded) -> tuple[Segment, ...]:
+    return tuple(Segment(tokenizer.decode([token]), kind) for token, kind in decoded.segments)
