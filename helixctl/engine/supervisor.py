@@ -212,7 +212,8 @@ class Supervisor:
             self._check_interrupt(at_once=False)
             left_s = None
             if self._limits.stall_timeout_s is not None:
-                left_s = self._last_moved_at() + self._limits.stall_timeout_s - self._clock()
+                now = self._clock()  # before the instants are read: they may only be newer
+                left_s = self._last_moved_at() + self._limits.stall_timeout_s - now
                 if left_s <= 0:
                     raise self._stall_error(self._limits.stall_timeout_s)
             self._heed(self._next(left_s))
