@@ -25,9 +25,10 @@ class RaggedCache(Cache):  # type: ignore[misc,unused-ignore]  # transformers is
         super().__init__(layers=[])
         self.num_rows = num_rows
         self.max_len = max_len
-        self._keys: dict[int, Tensor] = {}  # layer -> [R, L, G, D]
+        self._keys: dict[int, Tensor] = {}  # layer -> [R, G, L, D]
         self._values: dict[int, Tensor] = {}
-        self._flat: Tensor | None = None  # [R * T], place of every new token in the flattened [R * L]
+        self._positions: Tensor | None = None  # [R, T], where the next forward writes
+        self._flat: dict[int, Tensor] = {}  # G -> [R * G * T], the same as places in the flattened [R * G * L]
         self._length = 0
 
     def at(self, positions: Tensor, length: int | None = None) -> int:
@@ -44,8 +45,8 @@ class RaggedCache(Cache):  # type: ignore[misc,unused-ignore]  # transformers is
         length = int(positions.max()) + 1 if length is None else length
         assert positions.shape[0] == self.num_rows, f"{positions.shape[0]} rows in a cache of {self.num_rows}"
         assert length <= self.max_len, f"position {length - 1} in a cache of {self.max_len}"
-        rows = torch.arange(self.num_rows, device=positions.device)[:, None]
-        self._flat = (rows * self.max_len + positions).reshape(-1)
+        self._positions = positions
+        self._flat = {}
         self._length = length
         return length
 
@@ -53,7 +54,6 @@ class RaggedCache(Cache):  # type: ignore[misc,unused-ignore]  # transformers is
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Called by every layer: stores [R, G, T, D] and returns views [R, G, length, D] of all that may be seen."""
-        assert self._flat is not None, "update() before at()"
         keys = self._write(self._keys, layer_idx, key_states)
         values = self._write(self._values, layer_idx, value_states)
         return keys, values
@@ -64,7 +64,7 @@ class RaggedCache(Cache):  # type: ignore[misc,unused-ignore]  # transformers is
             for layer, buffer in buffers.items():
                 buffers[layer] = buffer.index_select(0, rows)
         self.num_rows = len(rows)
-        self._flat = None
+        self._positions = None
 
     def put(self, rows: Tensor, other: RowCache) -> None:
         """Copy the rows of ``other``, which may be shorter, to ``rows`` (int64) of this cache, from position 0 on."""
@@ -72,8 +72,8 @@ class RaggedCache(Cache):  # type: ignore[misc,unused-ignore]  # transformers is
         for mine, theirs in ((self._keys, other._keys), (self._values, other._values)):
             for layer, states in theirs.items():
                 if layer not in mine:
-                    mine[layer] = states.new_zeros(self.num_rows, self.max_len, *states.shape[2:])
-                mine[layer][:, : other.max_len].index_copy_(0, rows, states)
+                    mine[layer] = states.new_zeros(self.num_rows, states.shape[1], self.max_len, states.shape[3])
+                mine[layer][:, :, : other.max_len].index_copy_(0, rows, states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Nothing may be derived from the cache's length: positions are always given."""
@@ -87,8 +87,16 @@ class RaggedCache(Cache):  # type: ignore[misc,unused-ignore]  # transformers is
         num_rows, num_heads, _, width = states.shape
         if layer not in buffers:
             # Zeros, not empty: a masked NaN would still poison a row (0 * NaN).
-            buffers[layer] = states.new_zeros(num_rows, self.max_len, num_heads, width)
+            buffers[layer] = states.new_zeros(num_rows, num_heads, self.max_len, width)
         buffer = buffers[layer]
-        assert self._flat is not None
-        buffer.view(-1, num_heads, width).index_copy_(0, self._flat, states.transpose(1, 2).flatten(0, 1))
-        return buffer[:, : self._length].transpose(1, 2)  # [R, G, length, D]
+        buffer.view(-1, width).index_copy_(0, self._places(num_heads), states.reshape(-1, width))
+        return buffer[:, :, : self._length]
+
+    def _places(self, num_heads: int) -> Tensor:
+        """[R * G * T], made once per forward."""
+        if num_heads not in self._flat:
+            assert self._positions is not None, "update() before at()"
+            heads = torch.arange(self.num_rows * num_heads, device=self._positions.device)
+            starts = heads.view(self.num_rows, num_heads, 1) * self.max_len  # [R, G, 1]
+            self._flat[num_heads] = (starts + self._positions[:, None]).view(-1)
+        return self._flat[num_heads]

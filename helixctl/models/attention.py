@@ -21,12 +21,18 @@ from torch.nn import functional
 from helixctl.data.batch import MicroBatch
 from helixctl.errors import ModelError
 from helixctl.models.flex import FlexCall, FlexPacking
-from helixctl.models.scores import Scores, masked_attention, visible
+from helixctl.models.scores import Scores, as_bias, masked_attention, product_attention, visible
 
 IMPLEMENTATION = "helixctl_packed"
 """Our name in transformers' table of attention functions."""
 
 Backend = Literal["segments", "flex", "dense"]
+
+SHORT = 256
+"""Documents up to so many tokens are attended by plain matrix products on a CPU."""
+
+FEW_QUERIES = 128
+"""Decoding steps with up to so many queries per key head (a block, not a prompt) are attended the same way."""
 
 
 class Rule(Protocol):
@@ -112,6 +118,7 @@ class SegmentPacking:
         self.num_calls = 0
         self._groups = _same_place(spans)
         self._masks: dict[tuple[int, int | None], Tensor] = {}
+        self._biases: dict[tuple[int, int | None, int], Tensor] = {}
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """See ``Rule``."""
@@ -126,16 +133,32 @@ class SegmentPacking:
     def _one(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         length = query.shape[2]
         windowed = scores.window is not None and length > scores.window
-        if scores.plain and not windowed:
-            gqa = query.shape[1] != key.shape[1]
-            return functional.scaled_dot_product_attention(
-                query, key, value, is_causal=True, scale=scores.scale, enable_gqa=gqa
-            )
         window = scores.window if windowed else None
+        if not scores.plain:
+            return masked_attention(query, key, value, self._mask(length, window, query), scores)
+        group = query.shape[1] // key.shape[1]
+        if query.device.type == "cpu" and length <= SHORT:
+            bias = self._bias(length, window, query, group)
+            return product_attention(query, key, value, bias, scores.scale)
+        if windowed:
+            return masked_attention(query, key, value, self._mask(length, window, query), scores)
+        return functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scores.scale, enable_gqa=group > 1
+        )
+
+    def _mask(self, length: int, window: int | None, like: Tensor) -> Tensor:
+        """Bool [1, 1, length, length]."""
         if (length, window) not in self._masks:
-            position = torch.arange(length, device=query.device)
+            position = torch.arange(length, device=like.device)
             self._masks[length, window] = visible(position[:, None], position[None, :], window)[None, None]
-        return masked_attention(query, key, value, self._masks[length, window], scores)
+        return self._masks[length, window]
+
+    def _bias(self, length: int, window: int | None, like: Tensor, group: int) -> Tensor:
+        """[1, group * length, length] in the dtype of ``like``."""
+        if (length, window, group) not in self._biases:
+            mask = self._mask(length, window, like)[0]
+            self._biases[length, window, group] = as_bias(mask, like.dtype).repeat(1, group, 1)
+        return self._biases[length, window, group]
 
 
 class DensePacking:
@@ -163,32 +186,33 @@ class DecodeRule:
         self.num_calls = 0
         self._positions = positions  # [R, T]
         self._length = length
-        self._masks: dict[tuple[int | None, int], Tensor] = {}
+        self._masks: dict[int | None, Tensor] = {}
+        self._biases: dict[tuple[int | None, int, int], Tensor] = {}
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """See ``Rule``; here query is [R, N, T, D], key and value [R, G, L, D]."""
-        num_rows, num_heads, num_new, _ = query.shape
-        group = num_heads // key.shape[1]
-        if not scores.plain:
-            mask = self._mask(scores.window, 1, None)
-            return masked_attention(query, key, value, mask, scores).transpose(1, 2)
-        # Query heads that share a key head stand side by side as rows of one product: the cache is never repeated.
-        query = query.reshape(num_rows, -1, group * num_new, query.shape[-1])  # [R, G, group*T, D]
-        mask = self._mask(scores.window, group, query.dtype)
-        out = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scores.scale)
-        return out.reshape(num_rows, num_heads, num_new, -1).transpose(1, 2)
+        group, num_pairs = query.shape[1] // key.shape[1], query.shape[0] * key.shape[1]
+        if not scores.plain or group * query.shape[2] > FEW_QUERIES:
+            return masked_attention(query, key, value, self._mask(scores.window), scores).transpose(1, 2)
+        bias = self._bias(scores.window, group, num_pairs, query.dtype)
+        return product_attention(query, key, value, bias, scores.scale).transpose(1, 2)
 
-    def _mask(self, window: int | None, repeats: int, dtype: torch.dtype | None) -> Tensor:
-        """[R, 1, repeats*T, L]: bool, or the same as numbers to add in ``dtype`` (converted once, not per layer)."""
-        key = (window, repeats if dtype is not None else 0)
-        if key not in self._masks:
+    def _mask(self, window: int | None) -> Tensor:
+        """Bool [R, 1, T, L]."""
+        if window not in self._masks:
             keys = torch.arange(self._length, device=self._positions.device)
-            mask = visible(self._positions[:, :, None], keys[None, None], window)[:, None]  # [R, 1, T, L]
-            if dtype is not None:
-                numbers = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
-                mask = numbers.repeat(1, 1, repeats, 1)
-            self._masks[key] = mask
-        return self._masks[key]
+            self._masks[window] = visible(self._positions[:, :, None], keys, window)[:, None]
+        return self._masks[window]
+
+    def _bias(self, window: int | None, group: int, num_pairs: int, dtype: torch.dtype) -> Tensor:
+        """[R * G, group * T, L], made once per step."""
+        key = (window, group, num_pairs)
+        if key not in self._biases:
+            bias = as_bias(self._mask(window), dtype).repeat(1, 1, group, 1)  # [R, 1, group * T, L]
+            num_rows, _, num_queries, length = bias.shape
+            bias = bias.expand(num_rows, num_pairs // num_rows, num_queries, length)
+            self._biases[key] = bias.reshape(num_pairs, num_queries, length)
+        return self._biases[key]
 
 
 def _same_place(spans: tuple[tuple[tuple[int, int], ...], ...]) -> list[tuple[slice, slice]]:

@@ -94,6 +94,17 @@ def test_packed_rows_equal_one_document_at_a_time(builder: Callable[[], Any], ba
         torch.testing.assert_close(one, other, atol=2e-5 * float(other.abs().max()), rtol=1e-5)
 
 
+@pytest.mark.parametrize("builder", [tiny_llama, tiny_gemma3])
+def test_long_documents_take_the_other_path_to_the_same_numbers(
+    builder: Callable[[], Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, batch = load(builder(), tmp_path), make_batch()
+    short = target.features(batch)
+    monkeypatch.setattr("helixctl.models.attention.SHORT", 0)
+    for one, other in zip(short, target.features(batch), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("backend", ["segments", "dense", "flex"])
 @pytest.mark.parametrize("builder", [tiny_llama, tiny_gemma3])
