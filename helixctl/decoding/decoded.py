@@ -85,7 +85,7 @@ def accept_len(decoded: Iterable[Decoded]) -> float | None:
 
 
 def clip(tokens: Sequence[int], room: int, stop_ids: frozenset[int]) -> tuple[list[int], Finish | None]:
-    """What is emitted of a cycle's `tokens`: up to the first stop id, at most `room`; and why the answer ends, if so."""
+    """What is emitted of a cycle's `tokens`: up to the first stop id, at most `room`; and why it ends, if so."""
     kept: list[int] = []
     for token in tokens[:room]:
         kept.append(token)

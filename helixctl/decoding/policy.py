@@ -28,7 +28,7 @@ class DraftPolicy(Protocol):
         """Make room for `num_rows` rows of positions below `max_len`; forgets any earlier context."""
 
     def extend(self, features: Sequence[Tensor], positions: Tensor, valid: Tensor) -> None:
-        """Add target features K x [R, T, H] at `positions` [R, T] int64 to the context, where `valid` [R, T] is true."""
+        """Add target features K x [R, T, H] at `positions` [R, T] int64 to the context where `valid` [R, T] is true."""
 
     def draft(self, anchor_ids: Tensor, positions: Tensor) -> Tensor:
         """Propose the B-1 tokens after `anchor_ids` [R] int64, which stand at `positions` [R]: [R, B-1] int64."""
