@@ -17,19 +17,22 @@ from transformers import Cache
 
 from helixctl.decoding.policy import RowCache
 
+GROWTH = 64
+"""Buffers grow by so many positions. Attention reads them whole: a part of a buffer would be copied by every product."""
+
 
 class RaggedCache(Cache):  # type: ignore[misc,unused-ignore]  # transformers is untyped in some releases
-    """Buffers are made by the first forward; say with ``at`` where the next forward's tokens stand."""
+    """Buffers are made and grown by the forwards; say with ``at`` where the next forward's tokens stand."""
 
     def __init__(self, num_rows: int, max_len: int) -> None:
         super().__init__(layers=[])
         self.num_rows = num_rows
         self.max_len = max_len
+        self._capacity = 0  # L of every buffer after the next forward
         self._keys: dict[int, Tensor] = {}  # layer -> [R, G, L, D]
         self._values: dict[int, Tensor] = {}
         self._positions: Tensor | None = None  # [R, T], where the next forward writes
-        self._flat: dict[int, Tensor] = {}  # G -> [R * G * T], the same as places in the flattened [R * G * L]
-        self._length = 0
+        self._places: dict[int, Tensor] = {}  # G -> [R * G * T], the same in the flattened [R * G * L]
 
     def at(self, positions: Tensor, length: int | None = None) -> int:
         """The next forward writes row r's token t at ``positions[r, t]``.
@@ -39,21 +42,21 @@ class RaggedCache(Cache):  # type: ignore[misc,unused-ignore]  # transformers is
             length: Largest position + 1, where the caller knows it; else it is read from the device.
 
         Returns:
-            How many tokens per row the forward will see: ``length``.
+            L, the cached positions that attention will read (and mask).
         """
         # The host must know the shape of what attention reads: a synchronisation unless the caller says it.
         length = int(positions.max()) + 1 if length is None else length
         assert positions.shape[0] == self.num_rows, f"{positions.shape[0]} rows in a cache of {self.num_rows}"
         assert length <= self.max_len, f"position {length - 1} in a cache of {self.max_len}"
         self._positions = positions
-        self._flat = {}
-        self._length = length
-        return length
+        self._places = {}
+        self._capacity = max(self._capacity, min(self.max_len, -(-length // GROWTH) * GROWTH))
+        return self._capacity
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Called by every layer: stores [R, G, T, D] and returns views [R, G, length, D] of all that may be seen."""
+        """Called by every layer: stores [R, G, T, D] and returns the buffers [R, G, L, D]."""
         keys = self._write(self._keys, layer_idx, key_states)
         values = self._write(self._values, layer_idx, value_states)
         return keys, values
@@ -69,34 +72,36 @@ class RaggedCache(Cache):  # type: ignore[misc,unused-ignore]  # transformers is
     def put(self, rows: Tensor, other: RowCache) -> None:
         """Copy the rows of ``other``, which may be shorter, to ``rows`` (int64) of this cache, from position 0 on."""
         assert isinstance(other, RaggedCache) and other.max_len <= self.max_len
+        self._capacity = max(self._capacity, other._capacity)
         for mine, theirs in ((self._keys, other._keys), (self._values, other._values)):
             for layer, states in theirs.items():
-                if layer not in mine:
-                    mine[layer] = states.new_zeros(self.num_rows, states.shape[1], self.max_len, states.shape[3])
-                mine[layer][:, :, : other.max_len].index_copy_(0, rows, states)
+                self._room(mine, layer, states)[:, :, : states.shape[2]].index_copy_(0, rows, states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Nothing may be derived from the cache's length: positions are always given."""
         return 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Tokens that a row can hold."""
+        """Positions that a row can hold."""
         return self.max_len
 
     def _write(self, buffers: dict[int, Tensor], layer: int, states: Tensor) -> Tensor:
-        num_rows, num_heads, _, width = states.shape
-        if layer not in buffers:
-            # Zeros, not empty: a masked NaN would still poison a row (0 * NaN).
-            buffers[layer] = states.new_zeros(num_rows, num_heads, self.max_len, width)
-        buffer = buffers[layer]
-        buffer.view(-1, width).index_copy_(0, self._places(num_heads), states.reshape(-1, width))
-        return buffer[:, :, : self._length]
-
-    def _places(self, num_heads: int) -> Tensor:
-        """[R * G * T], made once per forward."""
-        if num_heads not in self._flat:
+        buffer = self._room(buffers, layer, states)
+        num_heads, width = buffer.shape[1], buffer.shape[3]
+        if num_heads not in self._places:
             assert self._positions is not None, "update() before at()"
-            heads = torch.arange(self.num_rows * num_heads, device=self._positions.device)
-            starts = heads.view(self.num_rows, num_heads, 1) * self.max_len  # [R, G, 1]
-            self._flat[num_heads] = (starts + self._positions[:, None]).view(-1)
-        return self._flat[num_heads]
+            heads = torch.arange(self.num_rows * num_heads, device=buffer.device)
+            starts = heads.view(self.num_rows, num_heads, 1) * self._capacity  # [R, G, 1]
+            self._places[num_heads] = (starts + self._positions[:, None]).view(-1)  # [R * G * T]
+        buffer.view(-1, width).index_copy_(0, self._places[num_heads], states.reshape(-1, width))
+        return buffer
+
+    def _room(self, buffers: dict[int, Tensor], layer: int, like: Tensor) -> Tensor:
+        """The layer's buffer [R, G, L, D] with L = capacity; what is new is zero, for even a masked NaN poisons a row."""
+        old = buffers.get(layer)
+        if old is None or old.shape[2] < self._capacity:
+            new = like.new_zeros(self.num_rows, like.shape[1], self._capacity, like.shape[3])
+            if old is not None:
+                new[:, :, : old.shape[2]] = old
+            buffers[layer] = new
+        return buffers[layer]

@@ -19,7 +19,7 @@ from tests.tiny import save_tiny, tiny_gemma2, tiny_gemma3, tiny_gpt_oss, tiny_l
 
 BUILDERS = (tiny_llama, tiny_gemma3, tiny_mistral, tiny_gemma2, tiny_gpt_oss)
 TAPS = (0, 2)
-LENGTH = 32
+LENGTH = 80  # more than the cache grows by
 
 
 @functools.cache
@@ -63,7 +63,7 @@ def check(target_logits: Tensor, states: list[Tensor], model: Any, ids: Tensor, 
 @pytest.mark.parametrize("builder", BUILDERS)
 def test_ragged_rows_equal_each_row_alone(builder: Callable[[], Any]) -> None:
     model, target = pair(builder)
-    ids, lengths = sequences(3, 0), [3, 17, 9]
+    ids, lengths = sequences(3, 0), [3, 57, 9]
     cache, logits = prefill(target, ids, lengths)
     for row, length in enumerate(lengths):
         want = model(ids[row : row + 1, :length]).logits[0, -1]
@@ -87,7 +87,7 @@ def test_rejected_tokens_are_never_seen_again(
 ) -> None:
     """Each step writes wrong tokens from a place that each row accepts for itself; the next step starts there."""
     model, target = pair(builder)
-    ids, starts = sequences(3, seed), [2, 6, 4]
+    ids, starts = sequences(3, seed), [2, 60, 4]
     cache, _ = prefill(target, ids, starts)
     for width, kept in steps:
         if max(starts) + width > LENGTH:
