@@ -75,8 +75,6 @@ class SourceCounts:
     kept: int = 0
     repeats: int = 0
     """Further copies in the training split, because of a weight above 1; not part of ``kept``."""
-    duplicates: int = 0
-    """Kept documents whose content the source, or one before it, had shown already."""
     dropped: dict[str, int] = field(default_factory=dict)
     """Documents by reason."""
 
