@@ -19,8 +19,12 @@ from torch import Tensor
 from helixctl.models.drafters._layers import compute_dtype
 from helixctl.models.shared import SharedWeights
 
-CHUNK_ROWS = {"cpu": 128, "cuda": 4096}
-"""Slots per chunk: fits the cache on a CPU, feeds full-speed products on a GPU."""
+GPU_CHUNK_ROWS = 4096
+"""Slots per product with the head on a GPU: enough for full speed, little memory beside the layers."""
+CPU_CHUNK_ROWS = 512
+"""The same on a CPU."""
+CPU_SOFTMAX_ROWS = 16
+"""Slots whose float32 softmax is computed together on a CPU: 16 rows of 49,152 classes stay in its cache."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +102,8 @@ class _HeadLoss(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
         hidden, head, labels, weights, with_grad = inputs
         device = hidden.device.type
-        chunk_rows = CHUNK_ROWS.get(device, CHUNK_ROWS["cuda"])
-        chunk_loss = _chunk_loss if device == "cpu" or torch.compiler.is_dynamo_compiling() else _compiled_chunk_loss()
+        chunk_rows = CPU_CHUNK_ROWS if device == "cpu" else GPU_CHUNK_ROWS
+        chunk_loss = _softmax_for(device)
         numerator, correct, grads = hidden.new_zeros((), dtype=torch.float32), [], []
         with torch.autocast(device, enabled=False):
             for i in range(0, hidden.shape[0], chunk_rows):
@@ -122,39 +126,60 @@ class _HeadLoss(torch.autograd.Function):
         return (grad * grads[0]).to(ctx.hidden_dtype), None, None, None, None
 
 
-def _chunk_loss(
+def _softmax(
     logits: Tensor, head: Head, labels: Tensor, weights: Tensor, with_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss [], correctness [chunk] and gradient by ``logits`` [chunk, C] (compute type; empty without gradient).
 
     Works in place on one float32 copy of the logits: on a CPU, fresh memory costs more than the arithmetic.
     """
-    scores = logits.float() if logits.dtype != torch.float32 else logits.clone()
+    scores = logits.to(torch.float32, copy=True)
     if head.bias is not None:
-        scores.add_(head.bias.float())
+        scores.add_(head.bias)
     slope = None
     if head.softcap is not None:
         scores.div_(head.softcap).tanh_()
         slope = 1.0 - scores.square() if with_grad else None
         scores.mul_(head.softcap)
-    right = scores.argmax(dim=1) == labels
+    top, best = scores.max(dim=1)
     if head.correction is not None:
         scores.add_(head.correction)
     index = labels[:, None]
+    scores.sub_(top[:, None])
     label_scores = scores.gather(1, index).squeeze(1)
-    top = scores.amax(dim=1)
-    total = scores.sub_(top[:, None]).exp_().sum(dim=1)
-    loss = (weights * (total.log() + top - label_scores)).sum()
+    total = scores.exp_().sum(dim=1)
+    loss = (weights * (total.log() - label_scores)).sum()
     if not with_grad:
-        return loss, right, logits.new_empty(0)
+        return loss, best == labels, logits.new_empty(0)
     scores.mul_((weights / total)[:, None])
     scores.scatter_add_(1, index, -weights[:, None])
     if slope is not None:
         scores.mul_(slope)
-    return loss, right, scores.to(logits.dtype)
+    return loss, best == labels, scores.to(logits.dtype)
+
+
+def _softmax_by_rows(
+    logits: Tensor, head: Head, labels: Tensor, weights: Tensor, with_grad: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``_softmax`` a few rows at a time, so that float32 scores stay in the cache; overwrites ``logits``."""
+    loss, correct = weights.new_zeros(()), []
+    for i in range(0, logits.shape[0], CPU_SOFTMAX_ROWS):
+        part = slice(i, i + CPU_SOFTMAX_ROWS)
+        part_loss, right, grad = _softmax(logits[part], head, labels[part], weights[part], with_grad)
+        loss = loss + part_loss
+        correct.append(right)
+        if with_grad:
+            logits[part] = grad
+    return loss, torch.cat(correct), logits
+
+
+def _softmax_for(device: str) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    if device == "cpu":
+        return _softmax_by_rows
+    return _softmax if torch.compiler.is_dynamo_compiling() else _compiled_softmax()
 
 
 @functools.cache
-def _compiled_chunk_loss() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    compiled: Callable[..., tuple[Tensor, Tensor, Tensor]] = torch.compile(_chunk_loss, dynamic=False)
+def _compiled_softmax() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    compiled: Callable[..., tuple[Tensor, Tensor, Tensor]] = torch.compile(_softmax, dynamic=False)
     return compiled

@@ -59,7 +59,7 @@ class DraftAttention(nn.Module):
         return out
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:-1], -1, self.head_dim)
+        return x.view(*x.shape[:-1], x.shape[-1] // self.head_dim, self.head_dim)
 
 
 class DraftLayer(nn.Module):
@@ -158,7 +158,7 @@ class DFlashDraftModel(nn.Module):
         contexts = self.context_key_values(self.project_features(slot.features), slot.position_ids)
         h = self.embed(ids.flatten(), shared)
         h = self.run_layers(h, self.rotary(positions.flatten()), contexts, attention)
-        return h.view(*ids.shape, -1), attention.index
+        return h.view(*ids.shape, h.shape[-1]), attention.index
 
     def _attention(self, slot: SlotBatch, blocks: Blocks) -> BlockAttention:
         on_cpu = blocks.ids.device.type == "cpu"
