@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal
 
 from helixctl.errors import Problem, RecipeError
 from helixctl.machine import Machine
@@ -65,6 +65,13 @@ class Plan:
     memory: tuple[MemoryLine, ...]
     disk_bytes_per_checkpoint: int
     warnings: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything as plain values; the target's own config.json is left out."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self)}
+        target = {f.name: getattr(self.target, f.name) for f in fields(self.target) if f.name != "raw"}
+        memory = [asdict(line) for line in self.memory]
+        return {**plain, "recipe": self.recipe.model_dump(mode="json"), "target": target, "memory": memory}
 
 
 def make_plan(recipe: Recipe, machine: Machine) -> Plan:

@@ -17,6 +17,7 @@ from helixctl.recipe.schema import TargetOptions
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _RECURRENT_TYPES = ("mamba", "rwkv", "jamba", "recurrent_gemma", "zamba", "bamba", "falcon_h1", "lfm2", "nemotron_h")
 _RECURRENT_LAYERS = ("linear_attention", "mamba", "recurrent", "conv", "ssm")
+_FIX = "download the model, set target.model to its folder, or give `plan --target-config FILE`"
 _SCALED_LOGITS = ("logits_scaling", "logit_scale")
 
 
@@ -66,7 +67,10 @@ def read_target_facts(options: TargetOptions) -> TargetFacts:
     """
     local = Path(options.model) / "config.json"
     if options.config is None:
-        return _read_facts(local if Path(options.model).is_dir() else _hub_config(options.model))
+        found = find_model_file(options.model, "config.json")
+        if found is None:
+            raise ModelError(f"{options.model} has no config.json", fix="name a checkpoint in Hugging Face format")
+        return _read_facts(found)
     facts = _read_facts(options.config)
     if local.is_file() and _read_facts(local) != facts:
         raise ModelError(
@@ -181,18 +185,31 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _hub_config(name: str) -> Path:
-    """config.json of a hub model, from the cache or downloaded."""
-    fix = "download it, set target.model to a folder, or give `plan --target-config FILE`"
-    if name.startswith(("/", ".", "~")):
-        raise ModelError(f"there is no folder {name}", fix="check target.model")
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+def find_model_file(model: str, file: str) -> Path | None:
+    """A file of the model, in its folder or from the hub (cached or downloaded); None where the model has none.
 
-    cached = try_to_load_from_cache(name, "config.json")
+    Raises:
+        ModelError: the model is no folder, and the hub does not know it or cannot be reached.
+    """
+    if Path(model).is_dir():
+        path = Path(model) / file
+        return path if path.is_file() else None
+    if model.startswith(("/", ".", "~")):
+        raise ModelError(f"there is no folder {model}", fix="check the path of the model")
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    cached = try_to_load_from_cache(model, file)
     if isinstance(cached, str):
         return Path(cached)
     try:
-        return Path(hf_hub_download(name, "config.json", etag_timeout=10))
+        return Path(hf_hub_download(model, file, etag_timeout=5))
+    except LocalEntryNotFoundError as error:
+        raise ModelError(
+            f"{model!r} is no folder, not in the hub's cache, and the hub cannot be reached", fix=_FIX
+        ) from error
+    except EntryNotFoundError:
+        return None
     except Exception as error:  # huggingface_hub raises a dozen unrelated classes here, all with the same remedy
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(f"target.model {name!r} is neither a folder nor on the hub: {reason}", fix=fix) from error
+        raise ModelError(f"{model!r} is neither a folder nor on the hub: {reason}", fix=_FIX) from error

@@ -1,8 +1,8 @@
 """Recipe file + `--set` options -> `Recipe`; every mistake at once, each with its place and a fix.
 
 Environment variables (`$NAME`, `${NAME}`) and `~` are expanded in run.dir, data.store, target.model and the paths
-of data sources, and nowhere else. Relative paths in the file start at the file's folder; those given by `--set` at
-the current one. Never imports torch.
+of data sources and prompts, and nowhere else. Relative paths in the file start at the file's folder; those given by
+`--set` at the current one. Never imports torch.
 """
 
 from __future__ import annotations
@@ -141,6 +141,7 @@ def _path_keys(data: dict[str, Any]) -> Iterator[tuple[Key, bool]]:
     yield ("target", "model"), True
     yield ("target", "config"), False
     yield ("compile", "cache"), False
+    yield ("data", "regenerate", "prompts"), True
     for sources in (("data", "train"), ("data", "validation", "sources")):
         listed = _get(data, sources)
         for i in range(len(listed) if isinstance(listed, list) else 0):

@@ -1,0 +1,231 @@
+"""The commands: parse, call, render. Whatever is heavy is imported inside a command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from helixctl.cli import render
+from helixctl.cli.logs import set_up_logs
+from helixctl.cli.process import heavy_imports, run_process
+from helixctl.errors import RecipeError, UsageError
+from helixctl.version import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from helixctl.plan import Plan
+    from helixctl.recipe.schema import Recipe
+
+app = typer.Typer(
+    name="helixctl",
+    help="Trains drafters for speculative decoding: one recipe, one command.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+recipe_app = typer.Typer(help="About recipes themselves.", no_args_is_help=True)
+app.add_typer(recipe_app, name="recipe")
+
+RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe file (YAML).", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Replace one option, e.g. train.steps=100; may be repeated."),
+]
+Checkpoint = Annotated[
+    Path | None, typer.Option(metavar="FOLDER", help="A checkpoint of the run; the best one if left out.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+def main() -> None:
+    """Run the command line and end the process with its exit code."""
+    run_process(lambda: app(prog_name="helixctl"))
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        render.render_text(f"helixctl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def start(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what the parts are doing.")] = False,
+) -> None:
+    """Options before the command."""
+    set_up_logs(verbose=verbose)
+
+
+@app.command()
+def train(
+    recipe: RecipePath,
+    set_: Overrides = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop; writes nothing.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in run.dir.")] = False,
+) -> None:
+    """Train a drafter."""
+    plan = load_plan(recipe, set_)
+    if dry_run:
+        render.render_plan(plan)
+        return
+    render.render_warnings(plan.warnings)
+    with heavy_imports():
+        from helixctl.training.run import run_training
+    render.render_train_result(run_training(plan, resume=resume))
+
+
+@app.command()
+def validate(
+    recipe: RecipePath,
+    set_: Overrides = None,
+    checkpoint: Checkpoint = None,
+    prompts: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Prompts to decode (JSONL); held-out ones if left out.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a checkpoint: held-out metrics, real speculative decoding, losslessness, speed.
+
+    Fails when a proof fails or when greedy output is not the target's own.
+    """
+    _check_exists(checkpoint, "--checkpoint")
+    _check_exists(prompts, "--prompts")
+    plan = load_plan(recipe, set_)
+    with heavy_imports():
+        from helixctl.training.validate import run_validation
+    result = run_validation(plan, checkpoint=checkpoint, prompts=prompts)
+    if as_json:
+        render.render_json(result)
+    else:
+        render.render_validation(result)
+    if not (result.lossless and all(proof.passed for proof in result.proofs)):
+        raise typer.Exit(1)
+
+
+@app.command()
+def prepare(
+    recipe: RecipePath,
+    set_: Overrides = None,
+    regenerate: Annotated[
+        bool, typer.Option("--regenerate", help="First let the target answer the prompts, then prepare its answers.")
+    ] = False,
+    show: Annotated[int, typer.Option(min=0, metavar="N", help="Print N prepared documents with their mask.")] = 0,
+) -> None:
+    """Turn documents into a store of tokens and loss masks."""
+    if regenerate:
+        _regenerate(load_plan(recipe, set_))
+    loaded = load(recipe, set_)
+    with heavy_imports():
+        from helixctl.data.prepare import prepare as prepare_store
+        from helixctl.data.prepare import samples
+    with render.progress("documents") as show_progress:
+        result = prepare_store(loaded, on_progress=lambda done, total, _: show_progress(done, total))
+    render.render_prepare(result)
+    for i, sample in enumerate(samples(loaded, show) if show else ()):
+        render.render_sample(sample.tokens, sample.supervised, f"document {i}")
+
+
+@app.command()
+def export(
+    recipe: RecipePath,
+    set_: Overrides = None,
+    checkpoint: Checkpoint = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Where to write; a folder in run.dir if left out.")
+    ] = None,
+) -> None:
+    """Write a checkpoint in the published format that serving engines load."""
+    _check_exists(checkpoint, "--checkpoint")
+    plan = load_plan(recipe, set_)
+    with heavy_imports():
+        from helixctl.training.commands import run_export
+    render.render_export(run_export(plan, checkpoint=checkpoint, output=output))
+
+
+@app.command("plan")
+def show_plan(
+    recipe: RecipePath,
+    set_: Overrides = None,
+    target_config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The target's config.json, where the target is not on this machine."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a recipe will do and cost; writes nothing."""
+    _check_exists(target_config, "--target-config")
+    overrides = [*(set_ or [])]
+    if target_config is not None:
+        overrides.append(f"target.config={json.dumps(str(target_config))}")
+    plan = load_plan(recipe, overrides)
+    if as_json:
+        render.render_json(plan.to_json())
+    else:
+        render.render_plan(plan)
+
+
+@app.command()
+def init(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder of the target, or its hub name.")],
+    data: Annotated[Path, typer.Argument(metavar="DATA", help="Training documents: a file or a folder.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Recipe to write.")] = Path(
+        "recipe.yaml"
+    ),
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
+) -> None:
+    """Write a commented recipe for a target and its documents, after a look at both."""
+    from helixctl.cli.init import write_recipe
+
+    findings = write_recipe(model, data, output, force=force)
+    load_plan(output, None)
+    render.render_init(output, findings)
+
+
+@recipe_app.command()
+def schema() -> None:
+    """Print the JSON Schema of recipes, for editors."""
+    from helixctl.recipe.load import recipe_schema
+
+    render.render_json(recipe_schema())
+
+
+def load(path: Path, overrides: Sequence[str] | None) -> Recipe:
+    """The recipe that a command was given."""
+    from helixctl.recipe.load import load_recipe
+
+    return load_recipe(path, overrides or ())
+
+
+def load_plan(path: Path, overrides: Sequence[str] | None) -> Plan:
+    """The plan for a recipe on this machine; mistakes found by the plan get their place in the file."""
+    from helixctl.machine import read_machine
+    from helixctl.plan import make_plan
+    from helixctl.recipe.load import locate
+
+    recipe = load(path, overrides)
+    try:
+        return make_plan(recipe, read_machine())
+    except RecipeError as error:
+        raise locate(error, path, overrides or ()) from None
+
+
+def _regenerate(plan: Plan) -> None:
+    """Let the target answer the recipe's prompts."""
+    with heavy_imports():
+        from helixctl.training.commands import run_regeneration
+    with render.progress("answers") as show_progress:
+        result = run_regeneration(plan, lambda now: show_progress(now.num_done, None))
+    render.render_regeneration(result)
+
+
+def _check_exists(path: Path | None, option: str) -> None:
+    if path is not None and not path.exists():
+        raise UsageError(f"{option}: there is no {path}", fix="check the path")

@@ -1,0 +1,264 @@
+"""The only module that prints: results to stdout, errors, warnings and progress to stderr. 100 columns at most."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from helixctl.errors import HelixError, Problem, RecipeError, StageFailed
+
+if TYPE_CHECKING:
+    from helixctl.checkpoint.export import ExportResult
+    from helixctl.data.prepare import PrepareResult
+    from helixctl.data.regenerate import RegenerateResult
+    from helixctl.plan import Plan
+    from helixctl.training.results import TrainResult, ValidationResult
+
+WIDTH = 100
+_SEGMENT_STYLES = {"draft": "green", "bonus": "yellow", "prefill": "cyan"}
+
+
+def render_error(error: HelixError) -> None:
+    """What is wrong, where, and the fix."""
+    if isinstance(error, StageFailed) and error.__cause__ and not isinstance(error.__cause__, HelixError):
+        traceback.print_exception(error.__cause__, file=sys.stderr)
+    console = _console(stderr=True)
+    if isinstance(error, RecipeError):
+        count = len(error.problems)
+        console.print(Text.assemble(("error", "bold red"), f": {count} mistake{'s' * (count > 1)} in the recipe"))
+        for problem in error.problems:
+            _print_problem(console, problem)
+        return
+    _print_message(console, Text.assemble(("error", "bold red"), f": {error.message}"))
+    _print_fix(console, error.fix)
+
+
+def render_bug(error: Exception) -> None:
+    """An error that no user can mend."""
+    traceback.print_exception(error, file=sys.stderr)
+    _console(stderr=True).print(Text.assemble(("error", "bold red"), ": this is a bug in helixctl; please report it"))
+
+
+def render_stopped() -> None:
+    """The user pressed Ctrl-C."""
+    _console(stderr=True).print("stopped", style="yellow")
+
+
+def render_warnings(warnings: Sequence[str]) -> None:
+    """Sentences that a user should read before a run."""
+    console = _console(stderr=True)
+    for warning in warnings:
+        _print_message(console, Text.assemble(("warning", "bold yellow"), f": {warning}"))
+
+
+def render_text(text: str) -> None:
+    """Text for another program, as it is."""
+    sys.stdout.write(text if text.endswith("\n") else text + "\n")
+
+
+def render_json(content: Any) -> None:
+    """A result for another program: dataclasses, paths and plain values as indented JSON."""
+    render_text(json.dumps(content, indent=2, default=_plain))
+
+
+def render_plan(plan: Plan) -> None:
+    """What a recipe will cost, before it runs."""
+    from helixctl.cli.tables import memory_table, plan_sections
+
+    console = _console()
+    for title, rows in plan_sections(plan):
+        _print_section(console, title, rows)
+    console.print(Text("memory (estimate)", style="bold"))
+    console.print(Padding(memory_table(plan.memory), (0, 0, 1, 2), expand=False))
+    render_warnings(plan.warnings)
+
+
+def render_init(path: Path, findings: Sequence[str]) -> None:
+    """The recipe that was written, what was found out, and what to do next."""
+    console = _console()
+    _print_message(console, Text.assemble("wrote ", (str(path), "bold")))
+    for finding in findings:
+        _print_message(console, Text(finding), indent=2)
+    _print_message(console, Text(f"next: helixctl prepare {path}, then helixctl train {path}"))
+
+
+def render_train_result(result: TrainResult) -> None:
+    """The end of a training run."""
+    title = "training finished" if result.finished else "training stopped; go on with --resume"
+    _print_section(_console(), title, record_rows(result))
+
+
+def render_prepare(result: PrepareResult) -> None:
+    """What `prepare` kept, and what it dropped for which reason."""
+    from helixctl.cli.tables import prepare_rows
+
+    _print_section(_console(), "prepared", prepare_rows(result))
+
+
+def render_regeneration(result: RegenerateResult) -> None:
+    """What became of the prompts."""
+    _print_section(_console(), "answered by the target", record_rows(result))
+
+
+def render_export(result: ExportResult) -> None:
+    """Where the export is, how it compares with the drafter, and how to serve it."""
+    console = _console()
+    rows = record_rows(result)
+    _print_section(console, "exported", {name: text for name, text in rows.items() if not name.startswith("commands.")})
+    for engine, command in result.commands.items():
+        console.print(Text(f"serve with {engine}", style="bold"))
+        _print_message(console, Text(f"{command}\n"), indent=2)
+
+
+def render_validation(result: ValidationResult) -> None:
+    """Held-out metrics, decoded prompts, losslessness and speed."""
+    from helixctl.cli.tables import greedy_rows, proof_rows, speed_rows
+
+    console = _console()
+    for answer in result.prompts:
+        console.print(Text(f"> {answer.prompt.strip()[-300:]}", style="dim"))
+        render_answer([(segment.text, segment.kind) for segment in answer.segments])
+        same = "same as plain decoding" if answer.identical else "differs from plain decoding"
+        console.print(Text(f"{answer.num_tokens} tokens, accept_len {answer.accept_len:.2f}, {same}\n", style="dim"))
+    rows = {"checkpoint": result.checkpoint, "step": str(result.step)}
+    _print_section(console, "validated", {**rows, **{k: format_value(k, v) for k, v in result.held_out.items()}})
+    for title, rows in (
+        ("live decoding", speed_rows(result)),
+        ("greedy output", greedy_rows(result)),
+        ("proofs", proof_rows(result)),
+    ):
+        if rows:
+            _print_section(console, title, rows)
+
+
+def render_answer(segments: Sequence[tuple[str, str]]) -> None:
+    """A decoded answer, coloured by who proposed each piece: (text, draft | bonus | prefill)."""
+    _console().print(Text.assemble(*((text, _SEGMENT_STYLES.get(kind, "")) for text, kind in segments)))
+
+
+def render_sample(tokens: Sequence[str], mask: Sequence[bool], title: str = "") -> None:
+    """A prepared document; supervised tokens stand out (green, or between « and » where there is no colour)."""
+    console, text = _console(), Text()
+    plain = not console.is_terminal
+    for i, (token, supervised) in enumerate(zip(tokens, mask, strict=True)):
+        opens = supervised and (i == 0 or not mask[i - 1])
+        closes = supervised and (i + 1 == len(mask) or not mask[i + 1])
+        piece = ("«" if plain and opens else "") + token + ("»" if plain and closes else "")
+        text.append(piece, "bold green" if supervised else "dim")
+    if title:
+        console.print(Text(title, style="bold"))
+    console.print(text)
+    console.print(Text(f"{sum(mask)} of {len(mask)} tokens are supervised\n", style="dim"))
+
+
+@contextmanager
+def progress(title: str) -> Iterator[Callable[[int, int | None], None]]:
+    """Shows how far a command is; call the function with (done, total or None). Silent where nobody watches."""
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn(title), BarColumn(), TaskProgressColumn(show_speed=False), TimeElapsedColumn())
+    console = _console(stderr=True)
+    # No refresh thread of rich's own: threads belong to the engine.
+    with Progress(*columns, console=console, auto_refresh=False, disable=not console.is_terminal) as bar:
+        task = bar.add_task(title, total=None)
+
+        def show(done: int, total: int | None = None) -> None:
+            bar.update(task, completed=done, total=total, refresh=True)
+
+        yield show
+
+
+def record_rows(record: Any, prefix: str = "") -> dict[str, str]:
+    """Fields of a dataclass (or a mapping) as label and text; nested ones get dotted labels, empty ones none."""
+    if dataclasses.is_dataclass(record) and not isinstance(record, type):
+        record = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+    rows: dict[str, str] = {}
+    for name, value in record.items():
+        label = f"{prefix}{name}"
+        if isinstance(value, Mapping) or dataclasses.is_dataclass(value):
+            rows.update(record_rows(value, f"{label}."))
+        elif value is not None and value != () and value != []:
+            rows[label] = format_value(str(name), value)
+    return rows
+
+
+def format_value(name: str, value: Any) -> str:
+    """A value as people read it; the end of its name says the unit."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (list, tuple)):
+        return "\n".join(str(item) for item in value)
+    if not isinstance(value, (int, float)):
+        return str(value)
+    if name.endswith("bytes"):
+        return format_bytes(value)
+    if name.endswith(("_share", "_ratio", "coverage")):
+        return f"{100 * value:.1f} %"
+    text = f"{value:,}" if isinstance(value, int) else f"{value:,.1f}" if abs(value) >= 100 else f"{value:.4g}"
+    return f"{text} s" if (name.endswith("_s") and not name.endswith("_per_s")) or name == "seconds" else text
+
+
+def format_bytes(num_bytes: float) -> str:
+    """`17179869184` -> `16.0 GiB`."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = 0
+    while num_bytes >= 1024 and power < len(units) - 1:
+        num_bytes, power = num_bytes / 1024, power + 1
+    return f"{num_bytes:.1f} {units[power]}" if power else f"{num_bytes:.0f} B"
+
+
+def _console(*, stderr: bool = False) -> Console:
+    """At most 100 columns; the same 100 where the output is no terminal."""
+    console = Console(stderr=stderr, highlight=False, soft_wrap=False)
+    console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
+    return console
+
+
+def _print_problem(console: Console, problem: Problem) -> None:
+    where = f"{problem.where}  " if problem.where else ""
+    _print_message(console, Text.assemble("\n", (where, "dim"), (problem.key, "bold")))
+    _print_message(console, Text(problem.message), indent=2)
+    _print_fix(console, problem.fix)
+
+
+def _print_fix(console: Console, fix: str | None) -> None:
+    if fix:
+        _print_message(console, Text.assemble(("fix", "bold green"), f": {fix}"), indent=2)
+
+
+def _print_message(console: Console, text: Text, indent: int = 0) -> None:
+    """A sentence: wrapped for a person, one line for a file or a pipe, where people search."""
+    if console.is_terminal:
+        console.print(Padding(text, (0, 0, 0, indent), expand=False))
+    else:
+        console.print(Text(" " * indent) + text, soft_wrap=True)
+
+
+def _print_section(console: Console, title: str, rows: Mapping[str, RenderableType]) -> None:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        table.add_row(name, value if not isinstance(value, str) else Text(value))
+    console.print(Text(title, style="bold"))
+    console.print(Padding(table, (0, 0, 1, 2), expand=False))
+
+
+def _plain(value: Any) -> Any:
+    """What json does not know."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    return str(value)

@@ -1,0 +1,163 @@
+"""What the renderer shows, as titles, labels and texts. Prints nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from helixctl.cli.render import format_bytes
+
+if TYPE_CHECKING:
+    from helixctl.data.prepare import PrepareResult
+    from helixctl.memory import MemoryLine
+    from helixctl.plan import Plan
+    from helixctl.training.results import ValidationResult
+
+UNKNOWN = "unknown until `helixctl prepare` has run"
+
+
+def plan_sections(plan: Plan) -> Iterator[tuple[str, dict[str, str]]]:
+    """A plan, section by section; the memory table is apart."""
+    recipe, target, drafter = plan.recipe, plan.target, plan.recipe.drafter
+    yield (
+        "target",
+        {
+            "model": recipe.target.model,
+            "shape": f"{target.model_type}, {target.num_layers} layers of {target.hidden_size}, "
+            f"vocabulary {target.vocab_size:,}",
+            "dtype": plan.target_dtype,
+            "devices": _devices(plan.target_devices),
+        },
+    )
+    yield (
+        "drafter",
+        {
+            "algorithm": f"{drafter.algorithm}, {drafter.num_layers} layers, {plan.parameters / 1e6:,.1f} M parameters",
+            "taps": ", ".join(str(i) for i in plan.target_layer_ids),
+            "blocks": f"{drafter.block_size} tokens, {drafter.num_anchors} anchors per row, "
+            f"mask token {drafter.mask_token_id}",
+            "dtype": f"{plan.compute_dtype}, float32 masters",
+            "devices": _devices(plan.drafter_devices),
+        },
+    )
+    yield "data", _data_rows(plan)
+    yield "training", _training_rows(plan)
+
+
+def memory_table(lines: tuple[MemoryLine, ...]) -> Table:
+    """Items down, devices across; devices with the same items share a column."""
+    devices = list(dict.fromkeys(line.device for line in lines))
+    columns: dict[tuple[tuple[str, int], ...], list[str]] = {}
+    for device in devices:
+        items = tuple((line.name, line.num_bytes) for line in lines if line.device == device)
+        columns.setdefault(items, []).append(device)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    for _ in columns:
+        table.add_column(justify="right")
+    table.add_row("", *(_device_range(names) for names in columns.values()))
+    for name in dict.fromkeys(line.name for line in lines):
+        table.add_row(name, *(format_bytes(dict(items)[name]) if name in dict(items) else "" for items in columns))
+    table.add_row("together", *(format_bytes(sum(size for _, size in items)) for items in columns), style="bold")
+    return table
+
+
+def prepare_rows(result: PrepareResult) -> dict[str, str]:
+    """The account of `prepare`: everything read is kept or dropped for a reason, with examples."""
+    counts = result.manifest.splits
+    rows = {
+        "store": str(result.store.path),
+        "read": f"{result.read:,} documents in {result.elapsed_s:.1f} s",
+        "kept": f"{result.kept:,}: {counts['train'].documents:,} for training (repeats included), "
+        f"{counts['validation'].documents:,} held out",
+        "tokens": f"{result.tokens:,}, {100 * result.supervised_share:.1f} % of them supervised",
+    }
+    notes = {
+        "duplicates": (result.duplicates, "seen before, kept"),
+        "cut": (result.num_truncated, "longer than data.seq_len"),
+        "left out": (result.num_left_out, "nothing to predict within data.seq_len"),
+    }
+    rows |= {name: f"{count:,}, {why}" for name, (count, why) in notes.items() if count}
+    for reason, count in sorted(result.dropped.items()):
+        rows[f"dropped: {reason}"] = "\n".join([f"{count:,}", *result.examples.get(reason, ())])
+    return rows
+
+
+def speed_rows(result: ValidationResult) -> dict[str, str]:
+    """Acceptance length and tokens per second of live decoding."""
+    rows: dict[str, str] = {}
+    if result.accept_len is not None:
+        rows["accept_len"] = f"{result.accept_len:.3f} tokens per target forward, bonus token included"
+    if result.accept_len_shuffled is not None:
+        rows["with shuffled features"] = f"{result.accept_len_shuffled:.3f}"
+    if result.plain_tokens_per_s and result.speculative_tokens_per_s:
+        factor = result.speculative_tokens_per_s / result.plain_tokens_per_s
+        rows["speed"] = (
+            f"{result.speculative_tokens_per_s:,.1f} tokens/s with the drafter, "
+            f"{result.plain_tokens_per_s:,.1f} without: {factor:.2f}x"
+        )
+    return rows
+
+
+def greedy_rows(result: ValidationResult) -> dict[str, str]:
+    """Losslessness, one line per precision."""
+    return {
+        check.dtype: f"{check.identical} of {check.prompts} identical, {check.near_ties} near-ties "
+        f"(noise {check.noise:.2g}), {check.different} different"
+        for check in result.greedy
+    }
+
+
+def proof_rows(result: ValidationResult) -> dict[str, str]:
+    """Proofs on the user's model."""
+    return {proof.name: f"{'passed' if proof.passed else 'FAILED'}: {proof.detail}" for proof in result.proofs}
+
+
+def _data_rows(plan: Plan) -> dict[str, str]:
+    data = plan.recipe.data
+    packed = "packed" if plan.packing else "one document each"
+    rows = {"store": str(data.store), "rows": f"{data.seq_len:,} tokens, {packed}"}
+    if plan.train_documents is None:
+        return {**rows, "documents": UNKNOWN}
+    rows["documents"] = f"{plan.train_documents:,} for training, {plan.validation_documents:,} held out"
+    rows["supervised"] = f"{100 * (plan.supervised_share or 0):.1f} % of the tokens"
+    rows["anchors cover"] = f"{100 * (plan.anchor_coverage or 0):.1f} % of the supervised tokens in an epoch"
+    return rows
+
+
+def _training_rows(plan: Plan) -> dict[str, str]:
+    train, validation = plan.recipe.train, plan.recipe.validation
+    accumulated = f" x {train.grad_accum_steps} accumulated" if train.grad_accum_steps > 1 else ""
+    drafters = f" x {len(plan.drafter_devices)} drafters" if len(plan.drafter_devices) > 1 else ""
+    rows = {
+        "step": f"{_count(plan.rows_per_step, 'row')}: {train.micro_batch_rows} per micro-batch{accumulated}{drafters}, "
+        f"about {plan.tokens_per_step:,} tokens",
+        "steps": UNKNOWN
+        if plan.total_steps is None
+        else f"{plan.total_steps:,}, {plan.warmup_steps:,} of them warm-up",
+        "learning rate": f"{train.learning_rate:g}, {train.schedule}",
+        "validation": f"every {validation.every_steps:,} steps, {_count(plan.validation_batches, 'micro-batch', 'es')}"
+        if plan.validation_batches
+        else "off",
+        "pipeline": f"{_count(len(plan.target_devices), 'target loop')}, "
+        f"{_count(len(plan.drafter_devices), 'drafter loop')} with {_count(plan.num_slots, 'slot')} each, "
+        f"{_count(plan.threads, 'CPU thread')} per stage",
+        "checkpoints": f"every {plan.recipe.checkpoint.every_steps:,} steps in {plan.recipe.run.dir}, "
+        f"{format_bytes(plan.disk_bytes_per_checkpoint)} each",
+    }
+    return rows
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number:,} {noun}{plural if number != 1 else ''}"
+
+
+def _devices(devices: tuple[str, ...]) -> str:
+    return ", ".join(f"{n} x {device}" if n > 1 else device for device, n in Counter(devices).items())
+
+
+def _device_range(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
