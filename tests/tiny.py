@@ -51,11 +51,15 @@ def tiny_mistral(seed: int = 0, **sizes: Any) -> Any:
     return build(transformers.MistralConfig(**SIZES | {"sliding_window": 8} | sizes), seed)
 
 
-def tiny_gemma3(seed: int = 0, **sizes: Any) -> Any:
-    """Sliding and full layers, scaled embeddings, tied head."""
+def tiny_gemma3_config(**sizes: Any) -> Any:
     layers = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
     special = {"layer_types": layers, "sliding_window": 8, "query_pre_attn_scalar": 16, "tie_word_embeddings": True}
-    return build(transformers.Gemma3TextConfig(**SIZES | special | sizes), seed)
+    return transformers.Gemma3TextConfig(**SIZES | special | sizes)
+
+
+def tiny_gemma3(seed: int = 0, **sizes: Any) -> Any:
+    """Sliding and full layers, scaled embeddings, tied head."""
+    return build(tiny_gemma3_config(**sizes), seed)
 
 
 def tiny_gemma2(seed: int = 0, **sizes: Any) -> Any:
@@ -74,6 +78,23 @@ def tiny_gpt_oss(seed: int = 0, **sizes: Any) -> Any:
     """Attention sinks, experts, sliding and full layers."""
     special = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
     return build(transformers.GptOssConfig(**SIZES | special | sizes), seed)
+
+
+def tiny_gemma3_multimodal(seed: int = 0) -> Any:
+    """A vision tower beside the text decoder, whose configuration is nested in `text_config`."""
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = tiny_gemma3_config()
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14}, mm_tokens_per_image=1
+    )
+    return build(config, seed)
+
+
+def tiny_lfm2(seed: int = 0, **sizes: Any) -> Any:
+    """Convolution layers that carry a state, and one attention layer."""
+    layers = ["conv", "conv", "full_attention", "conv"]
+    general = {name: value for name, value in SIZES.items() if name != "head_dim"}
+    return build(transformers.Lfm2Config(**general | {"layer_types": layers} | sizes), seed)
 
 
 def save_tiny(model: Any, folder: Path) -> Path:

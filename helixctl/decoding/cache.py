@@ -18,7 +18,7 @@ from transformers import Cache
 from helixctl.decoding.policy import RowCache
 
 GROWTH = 64
-"""Buffers grow by so many positions. Attention reads them whole: a part of a buffer would be copied by every product."""
+"""Buffers grow by so many positions. Attention reads them whole: batched products copy a part of a buffer first."""
 
 
 class RaggedCache(Cache):  # type: ignore[misc,unused-ignore]  # transformers is untyped in some releases
@@ -97,7 +97,7 @@ class RaggedCache(Cache):  # type: ignore[misc,unused-ignore]  # transformers is
         return buffer
 
     def _room(self, buffers: dict[int, Tensor], layer: int, like: Tensor) -> Tensor:
-        """The layer's buffer [R, G, L, D] with L = capacity; what is new is zero, for even a masked NaN poisons a row."""
+        """The layer's buffer [R, G, L, D] with L = capacity; new room is zero, for even a masked NaN poisons a row."""
         old = buffers.get(layer)
         if old is None or old.shape[2] < self._capacity:
             new = like.new_zeros(self.num_rows, like.shape[1], self._capacity, like.shape[3])

@@ -20,12 +20,15 @@ from helixctl.recipe.schema import TargetOptions
 MASKED_LAYERS = frozenset({"full_attention", "sliding_attention"})
 """Kinds of attention layers (``layer_types``) whose visibility our rules reproduce."""
 
+FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "embedding_norm")
+"""Where decoders keep the norm before the head; the last is LFM2's name for it. ``proof.py`` checks the choice."""
+
 
 def choose_backend(options: TargetOptions, facts: TargetFacts, device: torch.device) -> attention.Backend:
     """The attention backend for ``device``: segments on a CPU, flex on a GPU, unless the recipe says otherwise.
 
     Raises:
-        ModelError: flex on a CPU, or layers whose masks we do not have.
+        ModelError: flex on a CPU or without compilation, or layers whose masks we do not have.
     """
     text = facts.raw.get("text_config") or facts.raw
     unknown = sorted(set(text.get("layer_types") or ()) - MASKED_LAYERS)
@@ -36,9 +39,11 @@ def choose_backend(options: TargetOptions, facts: TargetFacts, device: torch.dev
         )
     if options.attention == "flex" and device.type == "cpu":
         raise ModelError("target.attention: flex needs a GPU", fix="use segments on a CPU")
+    if options.attention == "flex" and options.compile == "off":
+        raise ModelError("target.attention: flex must be compiled", fix="leave target.compile at auto, or use segments")
     if options.attention != "auto":
         return options.attention
-    return "segments" if device.type == "cpu" else "flex"
+    return "segments" if device.type == "cpu" or options.compile == "off" else "flex"
 
 
 def load_model(options: TargetOptions, facts: TargetFacts, dtype: torch.dtype) -> Any:
@@ -102,7 +107,7 @@ def shared_weights(model: Any, decoder: Any, facts: TargetFacts) -> SharedWeight
     Raises:
         ModelError: the architecture turns states into logits, or ids into inputs, in a way that drafters do not know.
     """
-    norms = [name for name in ("norm", "final_layernorm", "final_layer_norm") if hasattr(decoder, name)]
+    norms = [name for name in FINAL_NORMS if hasattr(decoder, name)]
     head = model.get_output_embeddings()
     if not norms or head is None:
         raise ModelError(
@@ -150,5 +155,7 @@ def embedding_scale(decoder: Any, embedding: Tensor, facts: TargetFacts) -> floa
             f"the inputs of {type(decoder).__name__}'s first layer are no multiple of its embedding",
             fix="use another target; drafters cannot share this embedding",
         )
-    known = (1.0, facts.embedding_scale, float(facts.hidden_size) ** 0.5)
+    # The models round their scale to the weights' dtype.
+    wanted = embedding.new_tensor([1.0, facts.embedding_scale, facts.hidden_size**0.5]).double()
+    known = (float(scale) for scale in wanted)
     return next((scale for scale in known if abs(measured - scale) < 1e-3 * scale), measured)

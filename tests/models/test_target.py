@@ -17,7 +17,9 @@ from tests.tiny import (
     save_tiny,
     tiny_gemma2,
     tiny_gemma3,
+    tiny_gemma3_multimodal,
     tiny_gpt_oss,
+    tiny_lfm2,
     tiny_llama,
     tiny_mistral,
     tiny_phi3,
@@ -252,3 +254,45 @@ def test_attention_that_bypasses_ours_is_an_error_not_a_leak(tmp_path: Any) -> N
     target.model.model.layers[1].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
     with pytest.raises(ModelError, match="2 of 3 layers"):
         target.features(make_batch())
+
+
+def test_a_recurrent_target_takes_one_document_a_row(tmp_path: Any) -> None:
+    model = tiny_lfm2()
+    target = load(model, tmp_path)
+    assert target.facts.recurrent
+    batch = make_batch((((0, 30),), ((0, 40),)))
+    got, want = real(batch, target.features(batch)), real(batch, reference(model, batch))
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+    with pytest.raises(ModelError, match="packing: false"):
+        target.features(make_batch())
+    with pytest.raises(ModelError, match="rolled back"):
+        target.decode_step(batch.input_ids, batch.position_ids, target.new_cache(2, 40))
+
+
+def test_the_decoder_of_a_multimodal_model_is_found(tmp_path: Any) -> None:
+    model = tiny_gemma3_multimodal()
+    target = load(model, tmp_path)
+    batch = make_batch((((0, 40),),) * 2)
+    model.set_attn_implementation("eager")
+    out = model(batch.input_ids, output_hidden_states=True)
+    *taps, last = target.features(batch, last_hidden=True)
+    for tap, state in zip(TAPS, taps, strict=True):
+        torch.testing.assert_close(state, out.hidden_states[tap + 1], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(target.shared.logits(target.shared.final_norm(last)), out.logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("builder", [tiny_llama, tiny_gemma3, tiny_gemma2, tiny_gpt_oss])
+def test_compiled_flex_on_a_gpu_equals_one_document_at_a_time(builder: Callable[[], Any], tmp_path: Any) -> None:
+    model, batch = builder(), make_batch()
+    options = TargetOptions(model=str(save_tiny(model, tmp_path)))
+    target = Target.load(options, TAPS, "cuda:0", torch.float32)
+    assert target.backend == "flex"
+    got = real(batch, [state.cpu() for state in target.features(batch)])
+    for one, other in zip(got, real(batch, reference(model, batch)), strict=True):
+        torch.testing.assert_close(one, other, atol=5e-3 * float(other.abs().max()), rtol=5e-3)
+    ids, positions = batch.input_ids[:, :6].cuda(), batch.position_ids[2:3, :6].expand(4, 6).cuda()
+    logits, _ = target.decode_step(ids, positions, target.new_cache(4, 8))
+    want = model(batch.input_ids[:, :6]).logits
+    torch.testing.assert_close(logits.cpu(), want, atol=5e-3 * float(want.abs().max()), rtol=5e-3)

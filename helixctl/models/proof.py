@@ -1,0 +1,78 @@
+"""Proof that a target's captured states are what they claim to be, run on the user's real model.
+
+Compares with a plain Hugging Face forward through the library's own attention and ``output_hidden_states``. The
+library's last entry is normed, so the last layer is proven by its logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from helixctl.data.batch import MicroBatch
+from helixctl.models.target import Target
+
+
+@dataclass(frozen=True)
+class CaptureProof:
+    """Largest differences over the largest magnitude; 0 is equal. Rounding gives 1e-5 in float32, 2e-2 in bfloat16."""
+
+    taps: tuple[float, ...]
+    """Of every tapped layer's states. One layer off is 0.1 and more."""
+    neighbours: tuple[float, ...]
+    """The same against the layer before: what an off-by-one would look like here."""
+    logits: float
+    """Of final norm and head applied to the captured last state."""
+    embedding: float
+    """Of the shared, scaled embedding against the first layer's input."""
+
+
+@torch.no_grad()
+def prove_capture(target: Target, input_ids: Tensor) -> CaptureProof:
+    """Run one document of token ids [S] (CPU, int64) both ways. Not while other threads use the target."""
+    *states, last = target.features(_one_document(input_ids), last_hidden=True)
+    config = target.model.config.get_text_config()
+    implementation = config._attn_implementation
+    target.model.set_attn_implementation("eager")
+    try:
+        plain = target.model(input_ids[None].to(target.device), output_hidden_states=True, use_cache=False)
+    finally:
+        target.model.set_attn_implementation(implementation)
+    hidden: tuple[Tensor, ...] = plain.hidden_states  # entry k is the input of layer k
+    final = target.facts.num_layers - 1
+    # The library norms its last entry: a tap on the last layer is compared in that form.
+    shown = [
+        target.shared.final_norm(state) if tap == final else state
+        for tap, state in zip(target.taps, states, strict=True)
+    ]
+    return CaptureProof(
+        taps=tuple(_error(state, hidden[tap + 1]) for tap, state in zip(target.taps, shown, strict=True)),
+        neighbours=tuple(_error(state, hidden[tap]) for tap, state in zip(target.taps, shown, strict=True)),
+        logits=_error(target.shared.logits(target.shared.final_norm(last)), plain.logits),
+        embedding=_error(target.shared.embed(input_ids[None].to(target.device)), hidden[0]),
+    )
+
+
+def _error(found: Tensor, wanted: Tensor) -> float:
+    return float((found.float() - wanted.float()).abs().max() / wanted.float().abs().max())
+
+
+def _one_document(input_ids: Tensor) -> MicroBatch:
+    length = len(input_ids)
+    nothing = torch.zeros(1, 1, dtype=torch.int64)
+    return MicroBatch(
+        seq=0,
+        role="validation",
+        index=0,
+        epoch=0,
+        input_ids=input_ids[None],
+        position_ids=torch.arange(length)[None],
+        document_ids=torch.zeros(1, length, dtype=torch.int32),
+        loss_mask=torch.ones(1, length, dtype=torch.bool),
+        anchors=nothing,
+        anchor_valid=nothing.bool(),
+        documents=((0,),),
+        spans=(((0, length),),),
+    )
