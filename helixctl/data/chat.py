@@ -236,17 +236,25 @@ class ChatRenderer:
         if not np.array_equal(flat_ids(encoded["input_ids"]), ids):
             raise self._disagreement(chat, text, "the template's ids differ from those of its text")
         mask = flat_ids(encoded["assistant_masks"]).astype(np.bool_)
+        answers: list[Span] = []
         for index, message in enumerate(chat.messages):
             content = self._content(chat, text, index)
             if content is None:
                 continue
             supervised = mask[_inside(offsets, [content])]
-            if supervised.any() and (message["role"] != "assistant" or not supervised.all()):
+            is_answer = message["role"] == "assistant"
+            answers += [content] if is_answer else []
+            if supervised.any() and not (is_answer and supervised.all()):
                 found = f"tags and content differ at the {message['role']} message {_short(text[slice(*content)])}"
                 raise self._disagreement(chat, text, found)
-        if self._policy == "last_turn":
-            outside = np.flatnonzero(~mask[: _last(mask)])
-            mask[: int(outside[-1]) + 1 if outside.size else 0] = False
+        runs = _runs(mask)
+        for first, last in runs:
+            run = Span(int(offsets[first, 0]), int(offsets[last, 1]))
+            if not any(run.start <= answer.start and answer.end <= run.end for answer in answers):
+                found = f"the tags mark {_short(text[slice(*run)])}, which is no answer"
+                raise self._disagreement(chat, text, found)
+        if self._policy == "last_turn" and runs:
+            mask[: runs[-1][0]] = False
         return mask
 
     def _length_of_cut(self, chat: Chat, text: str, offsets: NDArray[np.int64]) -> int:
@@ -283,10 +291,11 @@ def _inside(offsets: NDArray[np.int64], spans: Sequence[Span]) -> NDArray[np.boo
     return mask
 
 
-def _last(mask: NDArray[np.bool_]) -> int:
-    """One behind the last supervised token."""
-    found = np.flatnonzero(mask)
-    return int(found[-1]) + 1 if found.size else 0
+def _runs(mask: NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """First and last token of every run of supervised tokens."""
+    edges = np.diff(mask.astype(np.int8), prepend=0, append=0)
+    firsts, behinds = np.flatnonzero(edges == 1).tolist(), np.flatnonzero(edges == -1).tolist()
+    return [(first, behind - 1) for first, behind in zip(firsts, behinds, strict=True)]
 
 
 def _common_prefix(first: str, second: str) -> int:

@@ -32,7 +32,7 @@ Progress = Callable[[int, int, int], None]
 
 _CHUNK_BYTES = 1 << 18
 _CHUNK_PIECES = 256
-_NUM_EXAMPLES = 3
+_NUM_EXAMPLES = 5
 _CHOSEN_REASONS = ("sampled_out", "held_out")
 _TOO_MUCH_SUPERVISED = 0.999
 
@@ -171,7 +171,8 @@ class _Tally:
         self._sources = sources
         self._held_out: set[bytes] = set()
         self._hashes = array("Q")
-        self.examples: dict[str, list[str]] = {}
+        self._examples: dict[str, dict[str, str]] = {}
+        """By reason: different details, each with the place where it was met first."""
 
     @property
     def read(self) -> int:
@@ -186,6 +187,13 @@ class _Tally:
         return sum((source.dropped for source in self._sources), Counter())
 
     @property
+    def examples(self) -> dict[str, tuple[str, ...]]:
+        return {
+            reason: tuple(f"{where}: {detail}" for detail, where in examples.items())
+            for reason, examples in self._examples.items()
+        }
+
+    @property
     def duplicates(self) -> int:
         hashes = np.frombuffer(self._hashes, dtype=np.uint64)
         return int(hashes.size - np.unique(hashes).size)
@@ -196,7 +204,7 @@ class _Tally:
         for outcome in result.outcomes:
             source.read += 1
             if isinstance(outcome, Bad):
-                self._drop(source, outcome.reason, f"{outcome.where}: {outcome.detail}")
+                self._drop(source, outcome.reason, outcome)
             else:
                 self._add_document(source, outcome)
 
@@ -204,10 +212,10 @@ class _Tally:
         if source.role == "validation":
             self._held_out.add(document.digest)
         elif document.digest in self._held_out:
-            return self._drop(source, "held_out", "")
+            return self._drop(source, "held_out")
         copies = number_of_copies(source.options.weight, document.digest) if document.split == "train" else 1
         if copies == 0:
-            return self._drop(source, "sampled_out", "")
+            return self._drop(source, "sampled_out")
         index = self._writer.add(document.split, document.input_ids, document.loss_mask, copies=copies)
         if document.prompt is not None:
             self._writer.add_prompt({"index": index, **document.prompt})
@@ -220,11 +228,11 @@ class _Tally:
             source.first = source.first or document
         return None
 
-    def _drop(self, source: _Source, reason: str, example: str) -> None:
+    def _drop(self, source: _Source, reason: str, example: Bad | None = None) -> None:
         source.dropped[reason] += 1
-        examples = self.examples.setdefault(reason, [])
-        if example and len(examples) < _NUM_EXAMPLES:
-            examples.append(example)
+        examples = self._examples.setdefault(reason, {})
+        if example is not None and len(examples) < _NUM_EXAMPLES:
+            examples.setdefault(example.detail, example.where)
 
     def check(self, data: DataOptions) -> None:
         """Raise a DataError when the sums or shares say that something is wrong."""
@@ -245,10 +253,11 @@ class _Tally:
                 raise DataError(text, fix="correct the {% generation %} tags of the target's chat template")
 
     def _reasons(self) -> str:
-        lines = []
+        lines: list[str] = []
+        examples = self.examples
         for reason, count in self.dropped.most_common():
             lines.append(f"\n  {reason}: {count}")
-            lines += [f"\n    {example}" for example in self.examples[reason]]
+            lines += [f"\n    {example}" for example in examples[reason]]
         return "".join(lines)
 
 
@@ -291,7 +300,7 @@ def _result(data: DataOptions, tally: _Tally, elapsed_s: float) -> PrepareResult
         read=tally.read,
         kept=tally.kept,
         dropped=dict(tally.dropped),
-        examples={reason: tuple(examples) for reason, examples in tally.examples.items()},
+        examples=tally.examples,
         duplicates=tally.duplicates,
         tokens=tokens,
         supervised_share=sum(split.supervised for split in splits) / tokens,
