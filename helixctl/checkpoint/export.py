@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +169,7 @@ def _part(source: ExportSource, part: str) -> Any:
 
 
 def _make_card(source: ExportSource, name: str) -> str:
-    """A minimal model card; numbers only where they were measured."""
+    """A minimal model card; numbers only where they were measured, no paths of this machine."""
     local = Path(source.target).is_dir()
     base = Path(source.target).name if local else source.target
     head = ["---", *([] if local else [f"base_model: {base}"]), "tags:", "- speculative-decoding", "---", ""]
@@ -184,7 +184,7 @@ def _make_card(source: ExportSource, name: str) -> str:
     ]
     commands = [
         line
-        for engine, command in serving_commands(source, name).items()
+        for engine, command in serving_commands(replace(source, target=base), name).items()
         for line in ("", f"{engine}:", "", f"    {command}")
     ]
     title = [f"# {name}", "", f"A drafter for speculative decoding of {base}, written by helixctl {__version__}.", ""]

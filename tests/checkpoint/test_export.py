@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -188,3 +189,13 @@ def test_the_card_says_what_it_is(tmp_path: Path) -> None:
     for text in ("base_model: org/target-8b", "block size: 5", "1, 4", "mask token id: 7", "val/accept_len: 2.25"):
         assert text in card
     assert str(tmp_path) not in card
+
+
+def test_the_card_of_a_local_target_names_no_path(tmp_path: Path) -> None:
+    (tmp_path / "local-target").mkdir()
+    source = replace(make_source(), target=str(tmp_path / "local-target"))
+    result = export_drafter(make_drafter(source), source, tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert str(tmp_path) not in card
+    assert "vllm serve local-target" in card
+    assert f"vllm serve {tmp_path}" in result.commands["vLLM"]
