@@ -11,7 +11,6 @@ import ctypes
 import faulthandler
 import logging
 import os
-import queue
 import sys
 import threading
 import time
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 
 from helixctl.engine.gate import SETUP_LOCK, Gate
 from helixctl.engine.interrupt import InterruptFlag
+from helixctl.engine.mailbox import Mailbox
 from helixctl.engine.stage import Stage
 from helixctl.engine.waiting import Cancellable, Cancelled, Clock
 from helixctl.errors import HelixError, Interrupted, StageFailed
@@ -79,12 +79,7 @@ class _Ended:
     stage: str
 
 
-@dataclass(frozen=True)
-class _Wake:
-    """Look at the gate, the interrupt flag and the clock again."""
-
-
-_Message = _Failed | _Ended | _Wake
+_Message = _Failed | _Ended | None
 
 
 def end_process(exit_code: int) -> None:
@@ -130,9 +125,7 @@ class Supervisor:
         self._watched = tuple(cancellables)
         for cancellable in (*self._watched, self._gate):
             cancellable.room.clock = self._clock
-        # A SimpleQueue, because its put() is re-entrant: the signal handler may interrupt the main thread inside get(),
-        # where an Event or a Condition would deadlock on its own lock. Never more than a few messages.
-        self._mailbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
+        self._mailbox: Mailbox[_Message] = Mailbox()
         self._threads: dict[str, threading.Thread] = {}
         self._running: dict[str, None] = {}  # stages whose thread has started and not ended, in order
         self._moved_at = self._clock()
@@ -154,7 +147,7 @@ class Supervisor:
             Interrupted: a signal came: during set-up, twice, or once and the stages have ended since.
             BaseException: ``on_open`` raised, or a signal handler of others did.
         """
-        with self._listening():
+        with self._mailbox, self._listening():
             try:
                 self._set_up()
                 if self._on_open is not None:
@@ -172,7 +165,7 @@ class Supervisor:
 
     def wake(self) -> None:
         """Look at the clock now; for a clock that does not run by itself."""
-        self._mailbox.put(_Wake())
+        self._mailbox.put(None)
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
@@ -194,7 +187,7 @@ class Supervisor:
                 left_s = deadline - self._clock()
                 if left_s <= 0:
                     raise self._gate.late_error(self._limits.start_timeout_s)
-                self._heed(self._next(left_s))
+                self._heed(self._mailbox.get(left_s))
                 self._check_interrupt(at_once=True)
 
     def _start(self, stage: Stage) -> None:
@@ -216,13 +209,7 @@ class Supervisor:
                 left_s = self._last_moved_at() + self._limits.stall_timeout_s - now
                 if left_s <= 0:
                     raise self._stall_error(self._limits.stall_timeout_s)
-            self._heed(self._next(left_s))
-
-    def _next(self, timeout_s: float | None) -> _Message:
-        try:
-            return self._mailbox.get(timeout=timeout_s)
-        except queue.Empty:
-            return _Wake()
+            self._heed(self._mailbox.get(left_s))
 
     def _heed(self, message: _Message) -> None:
         match message:
@@ -231,8 +218,8 @@ class Supervisor:
             case _Ended(stage):
                 self._running.pop(stage, None)
                 self._moved_at = self._clock()
-            case _Wake():
-                pass
+            case None:
+                pass  # a timeout, a signal or wake(): the caller looks around
 
     def _check_interrupt(self, *, at_once: bool) -> None:
         flag = self._interrupt
@@ -269,7 +256,7 @@ class Supervisor:
             if left_s <= 0:
                 self._give_up(first, hard_exit)
                 return
-            message = self._next(left_s)
+            message = self._mailbox.get(left_s)
             if isinstance(message, _Failed):
                 _note_later(first, message)
             else:

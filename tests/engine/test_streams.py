@@ -56,7 +56,7 @@ def test_no_slot_is_overwritten_before_it_was_read_nor_read_before_it_was_filled
         with StreamContext(here) as stream:
             for seq in range(rounds):
                 slot = pool.acquire(seq)
-                _burn(here)
+                _burn(here, 200_000)
                 captured.send((seq, slot, stream.handoff([torch.full((size,), float(seq + 1), device=here)])))
         captured.close()
 
@@ -74,7 +74,7 @@ def test_no_slot_is_overwritten_before_it_was_read_nor_read_before_it_was_filled
         with StreamContext(there) as stream:
             for seq, handoff in lane:
                 slot = handoff.take()
-                _burn(there)
+                _burn(there, 4_000_000)
                 sums.append((slot.data - float(seq + 1)).abs().max())
                 stream.done(slot)
                 pool.release(seq)
@@ -85,7 +85,8 @@ def test_no_slot_is_overwritten_before_it_was_read_nor_read_before_it_was_filled
     assert wrong.cpu().tolist() == [0.0] * rounds
 
 
-def _burn(device: torch.device) -> None:
+def _burn(device: torch.device, cycles: int) -> None:
     """Keep the stream busy, so that a missing wait shows."""
     if device.type == "cuda":
-        torch.cuda._sleep(2_000_000)
+        with torch.cuda.device(device):
+            torch.cuda._sleep(cycles)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import threading
 import time
 import traceback
@@ -305,12 +306,17 @@ def test_the_gate_names_the_late_stages():
 
 
 def test_a_stage_stuck_in_c_code_ends_the_process_with_all_stacks(capfd):
-    freed, ends = threading.Event(), list[int]()
+    entered, freed, ends = threading.Event(), threading.Event(), list[int]()
 
     def stuck_in_a_kernel() -> None:
+        entered.set()
         freed.wait()
 
-    stages = [FakeStage("drafter-0", stuck_in_a_kernel), FakeStage("target-0", raising(ValueError("no")))]
+    def fail() -> None:
+        entered.wait()
+        raise ValueError("no")
+
+    stages = [FakeStage("drafter-0", stuck_in_a_kernel), FakeStage("target-0", fail)]
     supervisor = Supervisor([stages], [], Limits(start_timeout_s=20, stall_timeout_s=20, join_timeout_s=0.02))
 
     def hard_exit(code: int) -> None:
@@ -323,7 +329,9 @@ def test_a_stage_stuck_in_c_code_ends_the_process_with_all_stacks(capfd):
         thread.join()
     assert ends == [1]
     err = capfd.readouterr().err
-    assert "drafter-0 did not end 0.02 s after cancellation" in err
+    assert re.search(
+        r"drafter-0.* did not end 0.02 s after cancellation", err
+    )  # a loaded machine may be late elsewhere
     assert "in stuck_in_a_kernel" in err  # the stacks
     assert "ValueError: no" in err  # the failure, which would be lost otherwise
 
@@ -383,7 +391,6 @@ def test_any_progress_puts_the_stall_off(sign):
             clock.advance(200)
             signs[sign]()
             supervisor.wake()
-        until(supervisor._mailbox.empty)
 
     limits = Limits(start_timeout_s=60, stall_timeout_s=300)
     supervisor = Supervisor([[FakeStage("drafter-0", work)]], [channel, slots, meeting], limits, progress=progress)
