@@ -133,8 +133,8 @@ def _training_rows(plan: Plan) -> dict[str, str]:
     accumulated = f" x {train.grad_accum_steps} accumulated" if train.grad_accum_steps > 1 else ""
     drafters = f" x {len(plan.drafter_devices)} drafters" if len(plan.drafter_devices) > 1 else ""
     rows = {
-        "step": f"{_count(plan.rows_per_step, 'row')}: {train.micro_batch_rows} per micro-batch{accumulated}{drafters}, "
-        f"about {plan.tokens_per_step:,} tokens",
+        "step": f"{_count(plan.rows_per_step, 'row')}, about {plan.tokens_per_step:,} tokens: "
+        f"{train.micro_batch_rows} per micro-batch{accumulated}{drafters}",
         "steps": UNKNOWN
         if plan.total_steps is None
         else f"{plan.total_steps:,}, {plan.warmup_steps:,} of them warm-up",

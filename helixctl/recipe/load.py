@@ -13,14 +13,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from helixctl.errors import Problem, RecipeError, UsageError
 from helixctl.plugins import DRAFTERS, FORMATS, SINKS, load_plugin, plugin_names, suggest
 from helixctl.recipe.explain import Checked, all_keys, explain
 from helixctl.recipe.schema import DrafterOptions, Recipe
-from helixctl.recipe.source import Key, Source, dotted, read_source
+from helixctl.recipe.source import Key, Source, dotted, read_source, write_yaml
 
 _HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
@@ -61,9 +60,7 @@ def locate(error: RecipeError, path: Path, overrides: Sequence[str] = ()) -> Rec
 
 def dump_recipe(recipe: Recipe) -> str:
     """YAML text that loads back equal, from any folder: paths are absolute by now."""
-    plain = recipe.model_dump(mode="json")
-    text: str = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=100)
-    return text
+    return write_yaml(recipe.model_dump(mode="json"))
 
 
 def recipe_schema() -> dict[str, Any]:

@@ -8,6 +8,7 @@ keys a recipe has.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,13 @@ class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012  (PyYAML's own interface)
 
 
+class _Dumper(yaml.SafeDumper):
+    """PyYAML's writer; quotes words that YAML 1.1 or 1.2 would take for something else."""
+
+
 for _name, _pattern, _first in _SCALARS:
     _Loader.add_implicit_resolver(_PREFIX + _name, _pattern, _first)
+    _Dumper.add_implicit_resolver(_PREFIX + _name, _pattern, _first)
 
 
 @dataclass
@@ -71,6 +77,13 @@ class Source:
 def dotted(key: Key) -> str:
     """`('data', 'train', 0, 'path')` -> `data.train.0.path`."""
     return ".".join(str(part) for part in key)
+
+
+def write_yaml(data: Mapping[str, Any]) -> str:
+    """YAML text that `read_source` and every other reader understand alike."""
+    # Escapes beyond ASCII: PyYAML's own reader loses some line breaks of Unicode.
+    text: str = yaml.dump(dict(data), Dumper=_Dumper, sort_keys=False, allow_unicode=False, width=100)
+    return text
 
 
 def read_source(path: Path, overrides: tuple[str, ...]) -> Source:
