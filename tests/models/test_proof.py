@@ -22,6 +22,7 @@ def test_a_sound_target_is_proven_and_stays_usable(builder: Callable[[], Any], t
     ids = torch.arange(3, 33)
     for _ in range(2):
         proof = prove_capture(target, ids)
+        assert proof.holds
         assert max(*proof.taps, proof.logits, proof.embedding) < 1e-5
         assert min(proof.neighbours) > 1e-2
 
@@ -29,7 +30,7 @@ def test_a_sound_target_is_proven_and_stays_usable(builder: Callable[[], Any], t
 def test_a_forgotten_final_norm_shows_in_the_logits(tmp_path: Any) -> None:
     target = load(tiny_llama(), tmp_path)
     object.__setattr__(target.shared, "final_norm", torch.nn.Identity())
-    assert prove_capture(target, torch.arange(3, 33)).logits > 1e-2
+    assert not prove_capture(target, torch.arange(3, 33)).holds
 
 
 def test_a_tap_one_layer_off_shows(tmp_path: Any) -> None:
@@ -39,7 +40,7 @@ def test_a_tap_one_layer_off_shows(tmp_path: Any) -> None:
     assert max(proof.taps) < 1e-5  # taps only name hooks; the order follows
     hidden = target.features
     target.features = lambda *a, **k: [*hidden(*a, **k)[1::-1], *hidden(*a, **k)[2:]]  # type: ignore[method-assign]
-    assert min(prove_capture(target, torch.arange(3, 33)).taps) > 1e-2
+    assert not prove_capture(target, torch.arange(3, 33)).holds
 
 
 @pytest.mark.parametrize("builder", [tiny_llama, tiny_gemma3])
@@ -49,4 +50,4 @@ def test_bfloat16_shares_the_models_own_rounding_of_the_embedding_scale(
     target = load(builder(), tmp_path, dtype=torch.bfloat16)
     proof = prove_capture(target, torch.arange(3, 33))
     assert proof.embedding == 0.0
-    assert max(*proof.taps, proof.logits) < 5e-2
+    assert proof.holds
