@@ -42,9 +42,9 @@ class TargetOptions(Section):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Weights and compute. auto: the checkpoint's own; float32 on a CPU without bfloat16 instructions."""
     attention: Literal["auto", "segments", "flex", "dense"] = "auto"
-    """How packed documents are kept apart: one call per document, compiled flex_attention, or one dense mask (the slow reference)."""
+    """How packed documents are kept apart: a call per document, compiled flex_attention, or one dense mask (slow)."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """Compile the target's layers; auto: on a GPU."""
+    """Compile the target's packed attention (flex), on a GPU only; off: segments there too."""
     trust_remote_code: bool = False
     """Run Python code that the checkpoint brings along."""
 
@@ -74,6 +74,8 @@ class HeldOutOptions(Section):
 class RegenerateOptions(Section):
     """How `prepare --regenerate` lets the target write the answers."""
 
+    prompts: Path | None = None
+    """JSONL of prompts (`prompt`, `messages` or `turns`); their answers go to the file of the first training source."""
     max_new_tokens: PositiveInt = 512
     """Longest answer, in tokens."""
     batch_size: PositiveInt = 32

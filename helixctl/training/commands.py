@@ -1,3 +1,85 @@
 """``helixctl export`` and ``helixctl prepare --regenerate``: load what they need, then call the part that does it."""
 
 from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from helixctl.checkpoint.export import ExportResult, ExportSource, check_replaceable, export_drafter
+from helixctl.checkpoint.store import load_checkpoint
+from helixctl.data.regenerate import RegenerateJob, RegenerateProgress, RegenerateResult, regenerate
+from helixctl.errors import Problem, RecipeError, UsageError
+from helixctl.models.tokenizer import load_tokenizer
+from helixctl.plan import Plan
+from helixctl.training.build import build_drafter, load_target
+from helixctl.training.run_dir import choose_checkpoint
+
+
+def run_export(plan: Plan, *, checkpoint: Path | None = None, output: Path | None = None) -> ExportResult:
+    """Export a checkpoint: the one given, else the best of the run, else its newest.
+
+    Raises:
+        CheckpointError: there is no whole checkpoint.
+        ExportError, UsageError: the folder holds something else, cannot be written, or does not read back equal.
+    """
+    destination = output or plan.recipe.run.dir / "export"
+    check_replaceable(destination)
+    path = choose_checkpoint(plan.recipe.run.dir, checkpoint)
+    loaded = load_checkpoint(path)
+    model = build_drafter(plan, torch.device("cpu"))
+    model.load_state_dict(loaded.tensors["drafter"])
+    source = ExportSource(
+        options=plan.recipe.drafter,
+        facts=plan.target,
+        taps=plan.target_layer_ids,
+        target=plan.recipe.target.model,
+        step=loaded.step,
+        metrics=_metrics(plan.recipe.run.dir, loaded.step),
+    )
+    return export_drafter(model, source, destination)
+
+
+def run_regeneration(plan: Plan, on_progress: Callable[[RegenerateProgress], None] | None = None) -> RegenerateResult:
+    """Let the target answer the recipe's prompts; goes on where an earlier call stopped.
+
+    Raises:
+        RecipeError: the recipe names no prompts, or the answers would not be read as chats.
+        UsageError, DataError: see ``data.regenerate``.
+    """
+    data = plan.recipe.data
+    if data.regenerate.prompts is None:
+        fix = "set data.regenerate.prompts to a JSONL file of prompts"
+        raise RecipeError([Problem("data.regenerate.prompts", "there are no prompts to answer", fix=fix)])
+    if data.train[0].format != "chat":
+        fix = "set data.train[0].format: chat; its path is where the answers go"
+        raise RecipeError([Problem("data.train[0].format", "answers are written as chats", fix=fix)])
+    if plan.target.recurrent:
+        raise UsageError(f"{plan.target.model_type} targets cannot be decoded yet", fix="write the answers elsewhere")
+    if plan.threads:
+        torch.set_num_threads(plan.threads)
+    job = RegenerateJob(
+        prompts=data.regenerate.prompts,
+        output=data.train[0].path,
+        model=plan.recipe.target.model,
+        options=data.regenerate,
+        stop_ids=frozenset(plan.target.eos_token_ids),
+        max_len=plan.target.max_positions,
+        seed=plan.recipe.run.seed,
+    )
+    target = load_target(plan, plan.target_devices[0])
+    return regenerate(target, load_tokenizer(plan.recipe.target), job, on_progress=on_progress)
+
+
+def _metrics(run_dir: Path, step: int) -> dict[str, float]:
+    """What validation measured at ``step``, for the model card; nothing where it was not validated."""
+    found: dict[str, float] = {}
+    path = run_dir / "metrics.jsonl"
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            entry = json.loads(line)
+            if entry["step"] == step:
+                found |= {name: value for name, value in entry.items() if name.startswith(("val/", "live/"))}
+    return found
