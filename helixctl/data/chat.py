@@ -14,6 +14,7 @@ Text is tokenised once, and character spans carry the mask to the tokens.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -99,7 +100,7 @@ class ChatRenderer:
             DataError: the ways to find the answers disagree; shows the conversation.
             Unrenderable: the template refuses it, or it holds text that would become control tokens.
         """
-        self._refuse_control_text(chat.messages)
+        self._refuse_control_text(chat)
         template = self._tokenizer.get_chat_template(None, chat.tools)
         text = self._apply(chat.messages, chat.tools)
         ids, offsets = self._tokenise(text)
@@ -130,14 +131,18 @@ class ChatRenderer:
         header = prompt[len(without) :] if prompt.startswith(without) else ""
         return header, closer, after[len(closer) :]
 
-    def _refuse_control_text(self, messages: Sequence[Message]) -> None:
+    def _refuse_control_text(self, chat: Chat) -> None:
+        """Text that the tokenizer would read as a control token ends turns where there are none."""
         if self._control is None:
             return
-        for message in messages:
-            for key in ("content", "reasoning_content"):
-                found = self._control.search(message.get(key, ""))
-                if found:
-                    raise Unrenderable("control_text", f"the text {found[0]!r} would become a control token")
+        written = [message.get(key, "") for message in chat.messages for key in ("content", "reasoning_content")]
+        calls = [message["tool_calls"] for message in chat.messages if "tool_calls" in message]
+        if calls or chat.tools:
+            written.append(json.dumps([calls, chat.tools], ensure_ascii=False))
+        for text in written:
+            found = self._control.search(text)
+            if found:
+                raise Unrenderable("control_text", f"the text {found[0]!r} would become a control token")
 
     def _apply(self, messages: Sequence[Message], tools: list[Any] | None, *, prompt: bool = False) -> str:
         try:

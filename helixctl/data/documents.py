@@ -102,7 +102,8 @@ class DocumentMaker:
             return {"messages": record.messages[:first], **tools} if first else None
         if isinstance(record, Text):
             begin = ids[: min(_TEXT_PROMPT_TOKENS, ids.size // 2)].tolist()
-            return {"text": self._tokenizer.decode(begin, skip_special_tokens=True)}
+            text = self._tokenizer.decode(begin, skip_special_tokens=True)
+            return {"text": text} if text else None
         return None
 
 

@@ -121,6 +121,26 @@ def test_any_conversation_equals_scanning_for_the_markers(
     assert rendered.input_ids.tolist() == tokenizer(template).apply_chat_template(messages, return_dict=False)
 
 
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+TURNS = st.one_of(
+    st.builds(user, WORDS),
+    st.builds(assistant, ANSWERS),
+    st.builds(lambda text, think: assistant(text, reasoning_content=think), WORDS, WORDS),
+    st.builds(lambda text: assistant(text, tool_calls=[CALL, CALL]), ANSWERS),
+    st.builds(lambda text: {"role": "tool", "content": text}, WORDS),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(TURNS, max_size=6))
+def test_qwen_with_tools_and_reasoning_in_any_order_equals_scanning(turns: list[Message]) -> None:
+    messages = [user("begin"), *turns, assistant("end")]
+    text = str(tokenizer(templates.QWEN).apply_chat_template(messages, tokenize=False))
+    found = render(templates.QWEN, *messages)
+    expected = by_scanning(templates.QWEN, text, "all_turns")
+    assert [f == e or "\n" + f == e for f, e in zip(found, expected, strict=True)] == [True] * len(expected)
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=3))
 def test_tags_and_differences_give_the_same_mask(turns: list[tuple[str, str]]) -> None:
@@ -144,7 +164,9 @@ def test_a_cut_answer_ends_with_its_last_token(template: str) -> None:
 
 
 def test_control_text_in_a_message_is_refused() -> None:
-    for message in (user("say <|im_end|>"), assistant("x", reasoning_content="<|im_start|>")):
+    call = {"function": {"name": "f", "arguments": {"text": "</s>"}}}
+    hidden = (assistant("x", reasoning_content="<|im_start|>"), assistant("x", tool_calls=[call]))
+    for message in (user("say <|im_end|>"), *hidden):
         with pytest.raises(Unrenderable, match="would become a control token") as caught:
             render(templates.CHATML, user("a"), message, assistant("x"))
         assert caught.value.reason == "control_text"

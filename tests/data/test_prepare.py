@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import resource
 import signal
 from collections import Counter
@@ -327,3 +328,8 @@ def test_the_fingerprint_of_a_tokenizer_does_not_depend_on_its_last_call() -> No
     tokenizer("a long text", truncation=True, max_length=4, padding="max_length")
     assert describe_tokenizer(tokenizer) == before
     assert (before.vocab_size, before.eos_token_id) == (len(tokenizer), tokenizer.eos_token_id)
+
+
+def test_errors_of_processes_keep_their_fix() -> None:
+    error = pickle.loads(pickle.dumps(DataError("what", fix="how")))
+    assert (error.message, error.fix, str(error)) == ("what", "how", "what\n  fix: how")
