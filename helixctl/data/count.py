@@ -62,7 +62,9 @@ def count_data(path: Path, options: CountOptions) -> DataCounts | None:
     train, validation = store.split("train"), store.split("validation")
     documents = train.trainable(options.seq_len)
     lengths = np.minimum(train.lengths[documents], options.seq_len)
-    supervised = np.minimum(train.supervised_counts[documents], lengths)
+    supervised = train.supervised_counts[documents].astype(np.int64)
+    for i in np.flatnonzero(train.lengths[documents] > options.seq_len):
+        supervised[i] = int(train.loss_mask(int(documents[i]))[: options.seq_len].sum())
     rows: list[Row] = []
     train_rows = 0
     if documents.size:
