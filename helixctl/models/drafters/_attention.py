@@ -36,7 +36,7 @@ class BlockAttention(Protocol):
         """``query`` [N, heads, D] to [N, heads, D]."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # hashed by identity: Dynamo hashes a callable before its fields exist
 class DenseAttention:
     """One boolean mask over all keys: slow, obvious, works everywhere."""
 
@@ -50,7 +50,7 @@ class DenseAttention:
         return out.transpose(1, 2).reshape(query.shape)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FlexAttention:
     """Compiled flex_attention that skips key tiles no query of a tile may see."""
 

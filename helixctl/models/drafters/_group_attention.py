@@ -40,7 +40,7 @@ class Group:
     hidden: Tensor  # [G * B, C + G * B] bool, True where a query must not look
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GroupAttention:
     """Attention of one micro-batch; see ``BlockAttention``."""
 

@@ -174,9 +174,9 @@ def _softmax_by_rows(
 
 
 def _softmax_for(device: str) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    if device == "cpu":
-        return _softmax_by_rows
-    return _softmax if torch.compiler.is_dynamo_compiling() else _compiled_softmax()
+    if torch.compiler.is_dynamo_compiling():
+        return _softmax
+    return _softmax_by_rows if device == "cpu" else _compiled_softmax()
 
 
 @functools.cache

@@ -75,7 +75,7 @@ def _score(hidden: Tensor, index: Tensor | None, blocks: Blocks, head: Head, how
     weights = supervised * slot_weights(blocks.size, loss.decay_gamma, hidden.device)
     states, chosen = hidden[:, 1:].flatten(0, 1), None  # slot 0 never meets the head
     flat_labels, flat_weights = labels.flatten(), weights.flatten()
-    if hidden.device.type == "cpu":
+    if hidden.device.type == "cpu" and not torch.compiler.is_dynamo_compiling():
         # Only a CPU leaves slots out: elsewhere counting them would wait for the device and change shapes.
         chosen = (flat_weights > 0).nonzero().squeeze(1)  # [m]
         states, flat_labels, flat_weights = states[chosen], flat_labels[chosen], flat_weights[chosen]

@@ -69,7 +69,7 @@ class DFlashPolicy:
         return head_logits(h.view(rows, size, -1)[:, 1:], self._head)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _CachedAttention:
     """One block per row over its cached context; see ``BlockAttention``."""
 

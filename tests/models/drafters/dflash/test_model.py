@@ -23,6 +23,8 @@ from tests.models.drafters.dflash.builders import (
 )
 
 CPU_BACKENDS = ["dense", "groups", "flex"]
+dynamo_instantiates_functions = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+GPU_SIZES = {"head_dim": 16}  # the least that flex_attention takes there
 
 
 def states(backend, slot, shared=None, **values):
@@ -210,22 +212,44 @@ def test_one_document_is_learned_by_heart():
     assert any((p - 1).abs().max() > 1e-3 for n, p in model.named_parameters() if "norm" in n)
 
 
+@pytest.mark.slow
+@dynamo_instantiates_functions
+def test_whole_loss_traces_as_one_graph():
+    slot, shared, model = packed_slot(), make_shared(), make_model(attention="dense")
+    expected = model.loss(slot, shared)
+    traced = torch.compile(model.loss, backend="eager", fullgraph=True, dynamic=False)(slot, shared)
+    torch.testing.assert_close(traced.numerator, expected.numerator)
+    torch.testing.assert_close(traced.sums, expected.sums)
+    traced.numerator.backward()
+    assert model.fc.weight.grad is not None
+
+
+@pytest.mark.slow
+@dynamo_instantiates_functions
+def test_validation_with_flex_traces_as_one_graph():
+    slot, shared, model = packed_slot(), make_shared(), make_model(attention="flex").requires_grad_(False)
+    traced = torch.compile(model.evaluate, backend="eager", fullgraph=True, dynamic=False)(slot, shared)
+    torch.testing.assert_close(traced, make_model(attention="dense").evaluate(slot, shared))
+
+
+@dynamo_instantiates_functions
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["flex", "dense"])
 def test_gpu_gradients_equal_the_cpu_reference(backend):
     slot, shared = packed_slot(), make_shared()
-    expected = gradients(make_model(attention="dense"), slot, shared)
-    got = gradients(make_model(attention=backend).cuda(), on_gpu(slot), on_gpu(shared))
+    expected = gradients(make_model(attention="dense", **GPU_SIZES), slot, shared)
+    got = gradients(make_model(attention=backend, **GPU_SIZES).cuda(), on_gpu(slot), on_gpu(shared))
     for name, gradient in expected.items():
         torch.testing.assert_close(
             got[name].cpu(), gradient, rtol=1e-3, atol=2e-3 * gradient.abs().max().item(), msg=name
         )
 
 
+@dynamo_instantiates_functions
 @pytest.mark.gpu
 def test_gpu_training_never_waits_for_the_device():
     slot, shared = on_gpu(packed_slot()), on_gpu(make_shared())
-    model = make_model(attention="flex").cuda()
+    model = make_model(attention="flex", **GPU_SIZES).cuda()
     gradients(model, slot, shared)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -235,21 +259,23 @@ def test_gpu_training_never_waits_for_the_device():
         torch.cuda.set_sync_debug_mode("default")
 
 
+@dynamo_instantiates_functions
 @pytest.mark.gpu
 def test_gpu_compiled_step_equals_the_eager_one(monkeypatch):
     slot, shared = on_gpu(packed_slot()), on_gpu(make_shared())
-    model = make_model(attention="flex").cuda()
+    model = make_model(attention="flex", **GPU_SIZES).cuda()
     expected = gradients(model, slot, shared)
     monkeypatch.setattr(model, "loss", torch.compile(model.loss, fullgraph=True, dynamic=False))
     for name, gradient in gradients(model, slot, shared).items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=2e-3 * gradient.abs().max().item())
 
 
+@dynamo_instantiates_functions
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["flex", "dense"])
 def test_gpu_leaks_nothing_bit_for_bit(backend):
     slot, shared = on_gpu(make_slot([[20]], 20, [[6, 7, 8, 9]])), on_gpu(make_shared())
-    model = make_model(attention=backend).cuda().requires_grad_(False)
+    model = make_model(attention=backend, **GPU_SIZES).cuda().requires_grad_(False)
     before = model(slot, shared)
     for feature in slot.features:
         feature[:, 7:] += 5.0
