@@ -66,20 +66,16 @@ def main() -> None:
         prompts = tiny_prompts(arguments.num_prompts, seed=1)
         case = load_case(arguments.work / "target", arguments.work / "export", prompts, arguments.max_new_tokens)
     else:
+        for folder in (arguments.target, arguments.export):
+            if not (folder / "config.json").is_file():
+                raise UsageError(f"{folder} holds no config.json", fix="give --target and --export, or --tiny")
         prompts = read_prompts(arguments.prompts, arguments.target, arguments.num_prompts)
         case = load_case(arguments.target, arguments.export, prompts, arguments.max_new_tokens)
     write_reference(case, arguments.work)
 
 
 def load_case(target_dir: Path, export_dir: Path, prompts: list[list[int]], max_new_tokens: int) -> Case:
-    """Read target and export back from their folders.
-
-    Raises:
-        UsageError: one of them is not there.
-    """
-    for folder in (target_dir, export_dir):
-        if not (folder / "config.json").is_file():
-            raise UsageError(f"{folder} holds no config.json", fix="give --target and --export, or --tiny")
+    """Read target and export back from their folders."""
     config = json.loads((export_dir / "config.json").read_text(encoding="utf-8"))
     target = load_target(target_dir, tuple(config["dflash_config"]["target_layer_ids"]))
     options = options_of(config)
