@@ -95,8 +95,10 @@ def render_init(path: Path, findings: Sequence[str]) -> None:
 
 def render_train_result(result: TrainResult) -> None:
     """The end of a training run."""
+    from helixctl.cli.tables import train_rows
+
     title = "training finished" if result.finished else "training stopped; go on with --resume"
-    _print_section(_console(), title, record_rows(result))
+    _print_section(_console(), title, train_rows(result))
 
 
 def render_prepare(result: PrepareResult) -> None:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from helixctl.cli.render import format_bytes
+from helixctl.cli.render import format_bytes, format_value
 
 if TYPE_CHECKING:
     from helixctl.data.prepare import PrepareResult
     from helixctl.memory import MemoryLine
     from helixctl.plan import Plan
-    from helixctl.training.results import ValidationResult
+    from helixctl.training.results import TrainResult, ValidationResult
 
 UNKNOWN = "unknown until `helixctl prepare` has run"
 
@@ -83,6 +83,31 @@ def prepare_rows(result: PrepareResult) -> dict[str, str]:
     rows |= {name: f"{count:,}, {why}" for name, (count, why) in notes.items() if count}
     for reason, count in sorted(result.dropped.items()):
         rows[f"dropped: {reason}"] = "\n".join([f"{count:,}", *result.examples.get(reason, ())])
+    return rows
+
+
+def train_rows(result: TrainResult) -> dict[str, str]:
+    """The end of a run: how far, how fast, how good, and where everything is."""
+    rows = {
+        "run": result.run_dir,
+        "steps": f"{result.steps:,} of {result.total_steps:,}",
+        "speed": f"{result.tokens_per_s:,.0f} tokens/s over {result.train_seconds:,.1f} s",
+    }
+    if result.loss is not None:
+        rows["loss"] = f"{result.loss:.4g}"
+    rows |= {name: format_value(name, value) for name, value in result.validation.items()}
+    if result.best_value is not None:
+        rows["best"] = f"{result.best_value:.4g} at step {result.best_step:,}"
+    if result.checkpoint is not None:
+        rows["checkpoint"] = result.checkpoint
+    for device, size in result.peak_memory_bytes.items():
+        rows[f"peak memory, {device}"] = format_bytes(size)
+    if result.accounting:
+        rows["accounting"] = "\n".join(f"{name}: {count:,}" for name, count in result.accounting.items())
+    for name, waits in result.pipeline.items():
+        rows[f"waits, {name}"] = ", ".join(
+            f"{what.removesuffix('_wait_s')} {seconds:,.1f} s" for what, seconds in waits.items()
+        )
     return rows
 
 

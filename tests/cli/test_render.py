@@ -1,0 +1,140 @@
+"""What people read: units, widths, samples, results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from helixctl.cli import render
+from helixctl.cli.tables import memory_table, train_rows
+from helixctl.memory import MemoryLine
+from helixctl.training.results import GreedyCheck, PromptResult, Proof, Segment, TrainResult, ValidationResult
+
+VALIDATED = ValidationResult(
+    checkpoint="run/checkpoints/step-100",
+    step=100,
+    held_out={"val/loss": 2.5},
+    accept_len=2.125,
+    accept_len_shuffled=1.25,
+    prompts=(PromptResult("What is 1+1?", 3, 2.5, True, (Segment("It", "prefill"), Segment(" is", "draft"))),),
+    greedy=(GreedyCheck("bfloat16", 8, 7, 1, 0, 0.125),),
+    plain_tokens_per_s=100.0,
+    speculative_tokens_per_s=150.0,
+    proofs=(Proof("no leak", True, "bit for bit"), Proof("taps", False, "0.5 off")),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("peak_bytes", 3 << 30, "3.0 GiB"),
+        ("num_bytes", 12, "12 B"),
+        ("elapsed_s", 1.25, "1.25 s"),
+        ("tokens_per_s", 12345.6, "12,345.6"),
+        ("supervised_share", 0.5, "50.0 %"),
+        ("tokens", 1234567, "1,234,567"),
+        ("finished", True, "yes"),
+        ("paths", ("a", "b"), "a\nb"),
+        ("loss", 2.34567, "2.346"),
+    ],
+)
+def test_values_are_written_with_their_unit(name, value, text):
+    assert render.format_value(name, value) == text
+
+
+def test_records_become_rows_and_empty_fields_none():
+    @dataclass(frozen=True)
+    class Inner:
+        size_bytes: int
+
+    @dataclass(frozen=True)
+    class Outer:
+        steps: int
+        inner: Inner
+        nothing: None = None
+        empty: tuple[str, ...] = ()
+
+    assert render.record_rows(Outer(5, Inner(2048))) == {"steps": "5", "inner.size_bytes": "2.0 KiB"}
+
+
+def test_validation_shows_answers_speed_and_proofs(capsys):
+    render.render_validation(VALIDATED)
+    out = capsys.readouterr().out
+    for words in (
+        "> What is 1+1?",
+        "It is",
+        "same as plain decoding",
+        "2.125 tokens per target forward",
+        "1.50x",
+        "7 of 8 identical, 1 near-ties",
+        "passed: bit for bit",
+        "FAILED: 0.5 off",
+    ):
+        assert words in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_validation_without_live_decoding(capsys):
+    render.render_validation(replace(VALIDATED, accept_len=None, accept_len_shuffled=None, plain_tokens_per_s=None))
+    assert "live decoding" not in capsys.readouterr().out
+
+
+def test_a_sample_marks_what_is_supervised(capsys):
+    render.render_sample(["a", "b", "c", "d"], [False, True, True, False], "document 0")
+    out = capsys.readouterr().out
+    assert "a«bc»d" in out
+    assert "2 of 4 tokens are supervised" in out
+
+
+def test_text_that_looks_like_markup_stays_as_it_is(capsys):
+    render.render_sample(["[bold]", "[/x]"], [True, True])
+    render.render_warnings(["[red]x[/red]"])
+    captured = capsys.readouterr()
+    assert "«[bold][/x]»" in captured.out
+    assert "[red]x[/red]" in captured.err
+
+
+def test_a_message_in_a_pipe_is_one_line(capsys):
+    render.render_warnings(["word " * 60])
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_devices_with_equal_memory_share_a_column():
+    lines = tuple(MemoryLine(f"cuda:{i}", "slots", 1 << 30) for i in range(6))
+    assert len(memory_table((*lines, MemoryLine("cuda:6", "slots", 2 << 30))).columns) == 3
+
+
+def test_a_training_result_names_everything():
+    result = TrainResult(
+        run_dir="run",
+        finished=True,
+        steps=10,
+        total_steps=10,
+        tokens_per_s=1000.4,
+        train_seconds=3.25,
+        loss=None,
+        validation={"val/accept_len": 1.5},
+        best_value=1.5,
+        best_step=10,
+        checkpoint=None,
+        peak_memory_bytes={"host": 1 << 30},
+        accounting={"documents read": 1200},
+        pipeline={"features": {"send_wait_s": 1.25, "receive_wait_s": 0.0}},
+    )
+    assert train_rows(result) == {
+        "run": "run",
+        "steps": "10 of 10",
+        "speed": "1,000 tokens/s over 3.2 s",
+        "val/accept_len": "1.5",
+        "best": "1.5 at step 10",
+        "peak memory, host": "1.0 GiB",
+        "accounting": "documents read: 1,200",
+        "waits, features": "send 1.2 s, receive 0.0 s",
+    }
+
+
+def test_progress_is_silent_in_a_pipe(capsys):
+    with render.progress("work") as show:
+        show(1, 10)
+    assert capsys.readouterr().err.strip() == ""
