@@ -11,13 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from helixctl.decoding.decoded import Decoded
-from helixctl.decoding.policy import DecodeTarget, RowCache
+from helixctl.decoding.policy import DecodeTarget
+
+CANDIDATES = 2
+"""Tokens that compete for a place."""
 
 
 @dataclass(frozen=True)
@@ -82,45 +86,69 @@ def compare_greedy(plain: Sequence[Decoded], speculative: Sequence[Decoded], noi
 def measure_noise(target: DecodeTarget, answers: Sequence[Decoded], block_size: int, *, max_tokens: int = 128) -> float:
     """How much rounding can change the gap between two logits of `target`, measured on prompts and their answers.
 
-    The same tokens go through the target one by one and in blocks of `block_size`, each way with its own cache, so the
-    noise of cached keys and values is included. With D = the difference of the two logit vectors of a token, the gap
-    between two logits changes by at most max(D) - min(D) over the vocabulary; the largest over all tokens is the noise.
+    The same tokens go through the target one by one and in blocks of `block_size`, all answers together and the first
+    one also alone: a batch shrinks as its rows finish, and the products of a single row are those that round
+    differently. Each way has its own cache, so the noise of cached keys and values is included. The noise is the largest
+    change, between any two ways, of the gap between two of a token's CANDIDATES best logits: what can swap two tokens.
+    (Over the whole vocabulary it is several times larger, and would excuse almost anything.)
 
     Args:
         target: the model, in the dtype that is judged.
-        answers: plain answers; their tokens are fed as they are.
+        answers: plain answers; their tokens are fed as they are. A few are enough.
         block_size: B, as in the verify forward.
         max_tokens: tokens of each answer that are looked at; 0.0 is returned when there are none.
     """
-    sequences = [(answer.prompt_ids, answer.tokens[:max_tokens]) for answer in answers]
-    if not sequences:
+    if not answers:
         return 0.0
-    longest = max(len(tokens) for _, tokens in sequences)
-    max_len = max(len(prompt) for prompt, _ in sequences) + longest + block_size
-    prompts, lengths = _padded([prompt for prompt, _ in sequences], target.device)
-    tokens, counts = _padded([tokens for _, tokens in sequences], target.device)
-    caches = [target.new_cache(len(sequences), max_len) for _ in range(2)]
-    positions = torch.arange(prompts.shape[1], device=target.device).expand_as(prompts)
-    for cache in caches:
-        target.decode_step(prompts, positions, cache, logits_at=lengths - 1)
+    rows = _Rows(answers, block_size, max_tokens, target.device)
+    ways = [_Way(target, rows, num_rows, step) for num_rows in {len(answers), 1} for step in (1, block_size)]
     noise = 0.0
-    for start in range(0, longest, block_size):
-        block = tokens[:, start : start + block_size]  # [R, T]
-        offsets = torch.arange(start, start + block.shape[1], device=target.device)
-        spread = _logit_spread(target, block, lengths[:, None] + offsets, (caches[0], caches[1]))  # [R, T]
-        noise = max(noise, spread[offsets < counts[:, None]].max().item())  # a measurement: a sync per block is fine
+    for start in range(0, rows.tokens.shape[1], block_size):
+        counted = start + torch.arange(block_size, device=target.device) < rows.counts[:, None]  # [R, B]
+        logits = [way.logits(start) for way in ways]  # each [R or 1, T, V]
+        best = max(logits, key=len).topk(CANDIDATES, dim=-1).indices  # [R, T, CANDIDATES]
+        logits = [x.gather(-1, best[: len(x)]).float() for x in logits]
+        for one, other in combinations(logits, 2):
+            num_rows = min(len(one), len(other))
+            delta = one[:num_rows] - other[:num_rows]
+            spread = (delta.amax(-1) - delta.amin(-1))[counted[:num_rows, : delta.shape[1]]]
+            noise = max(noise, spread.max().item() if len(spread) else 0.0)  # a measurement: it may synchronise
     return noise
 
 
-def _logit_spread(target: DecodeTarget, block: Tensor, positions: Tensor, caches: tuple[RowCache, RowCache]) -> Tensor:
-    """Per token, max - min over V of the difference between block-wise and single-token logits: [R, T] float32."""
-    whole, _ = target.decode_step(block, positions, caches[0])  # [R, T, V]
-    spreads = []
-    for t in range(block.shape[1]):
-        single, _ = target.decode_step(block[:, t : t + 1], positions[:, t : t + 1], caches[1])  # [R, 1, V]
-        delta = whole[:, t].float() - single[:, 0].float()
-        spreads.append(delta.amax(-1) - delta.amin(-1))
-    return torch.stack(spreads, dim=1)
+class _Rows:
+    """Prompts and answers as tensors padded on the right, and how long they are."""
+
+    def __init__(self, answers: Sequence[Decoded], block_size: int, max_tokens: int, device: torch.device) -> None:
+        self.prompts, self.lengths = _padded([answer.prompt_ids for answer in answers], device)
+        self.tokens, self.counts = _padded([answer.tokens[:max_tokens] for answer in answers], device)
+        self.max_len = self.prompts.shape[1] + self.tokens.shape[1] + block_size
+        self.block_size = block_size
+
+
+class _Way:
+    """The first `num_rows` rows on their way through the target, `step` tokens per forward."""
+
+    def __init__(self, target: DecodeTarget, rows: _Rows, num_rows: int, step: int) -> None:
+        self._target = target
+        self._rows = rows
+        self._num_rows = num_rows
+        self._step = step
+        self._cache = target.new_cache(num_rows, rows.max_len)
+        prompts = rows.prompts[:num_rows]
+        positions = torch.arange(prompts.shape[1], device=target.device).expand_as(prompts)
+        target.decode_step(prompts, positions, self._cache, logits_at=rows.lengths[:num_rows] - 1)
+
+    def logits(self, start: int) -> Tensor:
+        """Logits [num_rows, T, V] of the block of answer tokens from `start` on; blocks must be asked for in order."""
+        rows, parts = self._rows, []
+        end = min(start + rows.block_size, rows.tokens.shape[1])
+        for first in range(start, end, self._step):
+            columns = torch.arange(first, min(first + self._step, end), device=self._target.device)
+            input_ids = rows.tokens[: self._num_rows, columns]
+            positions = rows.lengths[: self._num_rows, None] + columns
+            parts.append(self._target.decode_step(input_ids, positions, self._cache)[0])
+        return torch.cat(parts, dim=1)
 
 
 def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
