@@ -122,11 +122,7 @@ def make_plan(recipe: Recipe, machine: Machine) -> Plan:
         parameters=load.parameters,
         memory=memory,
         disk_bytes_per_checkpoint=_SAVED_BYTES_PER_PARAMETER * load.parameters,
-        warnings=(
-            *_data_warnings(recipe, target, counts),
-            *_pipeline_warnings(recipe, load, machine),
-            *memory_warnings(memory, machine),
-        ),
+        warnings=(*_data_warnings(recipe, target, counts), *_run_warnings(recipe, load, memory, machine)),
     )
 
 
@@ -335,9 +331,10 @@ def _data_warnings(recipe: Recipe, target: TargetFacts, counts: DataCounts | Non
         yield "the store has no held-out documents, so there is no validation: raise data.validation.fraction"
 
 
-def _pipeline_warnings(recipe: Recipe, load: Load, machine: Machine) -> Iterator[str]:
+def _run_warnings(recipe: Recipe, load: Load, memory: tuple[MemoryLine, ...], machine: Machine) -> Iterator[str]:
     advised = advised_slots(len(load.target_devices), len(load.drafter_devices))
     if load.num_slots < advised:
         yield f"pipeline.slots is {load.num_slots}; loops will wait for each other with fewer than {advised}"
     if "cpu" in load.target_devices and load.target_dtype != "float32" and not machine.has_bf16_cpu:
         yield f"target.dtype {load.target_dtype} is slow on this processor; use float32"
+    yield from memory_warnings(memory, machine)

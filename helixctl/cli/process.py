@@ -36,8 +36,10 @@ def run_process(command: Callable[[], object]) -> None:
 def heavy_imports() -> Iterator[None]:
     """Ctrl-C or SIGTERM while large libraries load ends the process at once.
 
-    An exception in their half-built modules would be swallowed, or shown as an error of theirs.
+    An exception in their half-built modules would be swallowed, or shown as an error of theirs. OpenMP is told, unless
+    the user says otherwise, that waiting threads sleep: spinning ones take the cores from the other stages.
     """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     handlers = {number: signal.signal(number, _leave) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

@@ -55,7 +55,7 @@ def run(monkeypatch, capsys):
 
 
 @pytest.fixture
-def model(tmp_path) -> Path:
+def model(tmp_path: Path) -> Path:
     """Folder of a target: its config.json only."""
     folder = tmp_path / "model"
     folder.mkdir()
@@ -64,7 +64,7 @@ def model(tmp_path) -> Path:
 
 
 @pytest.fixture
-def recipe(tmp_path, model) -> Path:
+def recipe(tmp_path: Path, model: Path) -> Path:
     """A recipe that plans."""
     path = tmp_path / "recipe.yaml"
     path.write_text(TEXT, encoding="utf-8")

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from helixctl.cli.process import run_process
+from helixctl.cli.process import heavy_imports, run_process
 from helixctl.errors import HelixError, Interrupted, Problem, RecipeError, StageFailed
 
 KILLS_ITSELF_WHEN_IMPORTED = """
@@ -102,6 +102,15 @@ def test_a_signal_while_libraries_load_ends_at_once(number, code):
     text += "from helixctl.cli.process import heavy_imports\nwith heavy_imports():\n    import torch\n"
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (code, "")
+
+
+def test_waiting_threads_sleep_unless_the_user_says_otherwise(monkeypatch):
+    for given, expected in ((None, "PASSIVE"), ("ACTIVE", "ACTIVE")):
+        monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+        if given:
+            monkeypatch.setenv("OMP_WAIT_POLICY", given)
+        with heavy_imports():
+            assert os.environ["OMP_WAIT_POLICY"] == expected
 
 
 def test_ctrl_c_while_the_command_line_loads():

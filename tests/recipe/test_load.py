@@ -33,7 +33,7 @@ train:
 
 
 @pytest.fixture
-def recipe_file(tmp_path):
+def recipe_file(tmp_path: Path):
     def write(text: str = GOOD) -> Path:
         path = tmp_path / "recipe.yaml"
         path.write_text(text, encoding="utf-8")
