@@ -149,7 +149,7 @@ def assert_none(offenders: list[str]) -> None:
 
 @cache
 def sources() -> tuple[tuple[str, str, ast.Module], ...]:
-    """Name relative to the checkout, text and syntax tree of every Python file of the package, the tests and the scripts."""
+    """Path in the checkout, text and syntax tree of every Python file of the package, the tests and the scripts."""
     folders = (PACKAGE, ROOT / "tests", ROOT / "scripts")
     paths = sorted(path for folder in folders for path in folder.rglob("*.py"))
     texts = [(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")) for path in paths]
