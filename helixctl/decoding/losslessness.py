@@ -20,9 +20,6 @@ from torch import Tensor
 from helixctl.decoding.decoded import Decoded
 from helixctl.decoding.policy import DecodeTarget
 
-CANDIDATES = 2
-"""Tokens that compete for a place."""
-
 
 @dataclass(frozen=True)
 class Difference:
@@ -88,9 +85,9 @@ def measure_noise(target: DecodeTarget, answers: Sequence[Decoded], block_size: 
 
     The same tokens go through the target one by one and in blocks of `block_size`, all answers together and the first
     one also alone: a batch shrinks as its rows finish, and the products of a single row are those that round
-    differently. Each way has its own cache, so the noise of cached keys and values is included. The noise is the largest
-    change, between any two ways, of the gap between two of a token's CANDIDATES best logits: what can swap two tokens.
-    (Over the whole vocabulary it is several times larger, and would excuse almost anything.)
+    differently. Each way has its own cache, so the noise of cached keys and values is included. The noise is the
+    largest change, between any two ways, of the gap between a token's two best logits. (Over the whole vocabulary
+    gaps change several times as much; that would excuse almost anything.)
 
     Args:
         target: the model, in the dtype that is judged.
@@ -106,7 +103,7 @@ def measure_noise(target: DecodeTarget, answers: Sequence[Decoded], block_size: 
     for start in range(0, rows.tokens.shape[1], block_size):
         counted = start + torch.arange(block_size, device=target.device) < rows.counts[:, None]  # [R, B]
         logits = [way.logits(start) for way in ways]  # each [R or 1, T, V]
-        best = max(logits, key=len).topk(CANDIDATES, dim=-1).indices  # [R, T, CANDIDATES]
+        best = max(logits, key=len).topk(2, dim=-1).indices  # [R, T, 2]
         logits = [x.gather(-1, best[: len(x)]).float() for x in logits]
         for one, other in combinations(logits, 2):
             num_rows = min(len(one), len(other))
