@@ -23,13 +23,13 @@ from helixctl.engine.interrupt import InterruptFlag
 from helixctl.engine.slots import SlotPool
 from helixctl.engine.stage import Stage
 from helixctl.engine.streams import Handoff
-from helixctl.engine.supervisor import Limits, Supervisor
+from helixctl.engine.supervisor import Limits, Progress, Supervisor
 from helixctl.models.shared import SharedWeights
 from helixctl.models.target import Target
 from helixctl.plan import Plan
 from helixctl.plugins import DRAFTERS, load_plugin
 from helixctl.training.drafter import DrafterStage, Lane, Observer
-from helixctl.training.reduce import ProcessDrafters, SingleDrafter
+from helixctl.training.reduce import ProcessDrafters, Reducer, SingleDrafter
 from helixctl.training.stages import Captured, NumberSource, PostStage, ReaderStage, TargetStage, Work, make_slot
 from helixctl.training.state import TrainState, num_steps
 
@@ -84,67 +84,96 @@ def make_sequence(plan: Plan) -> Sequence:
 
 
 @dataclass(frozen=True)
+class Control:
+    """What reaches every part of a run: the user's wish to stop, and the sign of life that the supervisor watches."""
+
+    interrupt: InterruptFlag
+    progress: Progress
+
+
+@dataclass(frozen=True)
+class Wires:
+    """What connects the stages of a run."""
+
+    sequence: Sequence
+    numbers: NumberSource
+    slots: SlotPool[SlotBatch]
+    work: Channel[Work]
+    captured: tuple[Channel[Captured], ...]
+    """Target i to its postprocess thread."""
+    lanes: OrderedChannel[Handoff[SlotBatch]]
+    reducer: Reducer
+
+    @property
+    def channels(self) -> tuple[Channel[Any] | OrderedChannel[Any], ...]:
+        """All channels, upstream first."""
+        return (self.work, *self.captured, self.lanes)
+
+    def stop(self) -> None:
+        """End the stages in front of the drafters without a failure."""
+        self.slots.cancel()
+        for channel in self.channels:
+            channel.cancel()
+
+
+@dataclass(frozen=True)
 class Pipeline:
     """A run ready to start, and what its accounting reads afterwards."""
 
     supervisor: Supervisor
-    numbers: NumberSource
-    channels: tuple[Channel[Any] | OrderedChannel[Any], ...]
-    slots: SlotPool[SlotBatch]
+    wires: Wires
 
 
 def build_pipeline(
-    plan: Plan,
-    store: Store,
-    state: TrainState,
-    observer: Observer,
-    interrupt: InterruptFlag,
-    targets: Targets,
+    plan: Plan, store: Store, state: TrainState, observer: Observer, control: Control, targets: Targets
 ) -> Pipeline:
     """Channels, slots and stages for N targets and M drafters."""
-    sequence = make_sequence(plan)
-    num_targets, num_drafters = len(plan.target_devices), len(plan.drafter_devices)
-    first = sequence.first_seq(state.step)
-    slots = _make_slots(plan, first)
-    numbers = NumberSource(first, sequence.total, slots)
-    work: Channel[Work] = Channel("work", WORK_AHEAD * num_targets, num_senders=plan.recipe.pipeline.readers)
-    lanes: OrderedChannel[Handoff[SlotBatch]] = OrderedChannel(
-        "features", plan.num_slots * num_drafters, num_lanes=num_drafters, first_seq=first, num_senders=num_targets
-    )
-    captured: list[Channel[Captured]] = [Channel(f"target-{i}-out", WORK_AHEAD) for i in range(num_targets)]
-    reducer = ProcessDrafters(num_drafters) if num_drafters > 1 else SingleDrafter()
-    channels: tuple[Channel[Any] | OrderedChannel[Any], ...] = (work, *captured, lanes)
-
-    def stop() -> None:
-        slots.cancel()
-        for channel in channels:
-            channel.cancel()
-
+    wires = _make_wires(plan, state.step)
+    loader = make_loader(plan, store, wires.sequence)
     drafters = [
         DrafterStage(
-            Lane(lane, lanes, slots, reducer, sequence, interrupt, stop),
+            Lane(lane, wires.lanes, wires.slots, wires.reducer, wires.sequence, control.interrupt, wires.stop),
             plan,
             _builder(plan, targets, lane),
-            state,
+            state.step,
             observer if lane == 0 else None,
         )
-        for lane in range(num_drafters)
+        for lane in range(len(plan.drafter_devices))
     ]
     middle: list[Stage] = []
-    for i, device in enumerate(plan.target_devices):
-        middle.append(TargetStage(f"target-{i}", _loader(targets, device), work, captured[i]))
-        middle.append(PostStage(f"target-{i}-post", torch.device(device), captured[i], lanes))
-    loader = make_loader(plan, store, sequence)
-    readers = [ReaderStage(f"reader-{i}", numbers, loader, work) for i in range(plan.recipe.pipeline.readers)]
-    meetings = [reducer.meeting] if isinstance(reducer, ProcessDrafters) else []
+    for i, (device, outbox) in enumerate(zip(plan.target_devices, wires.captured, strict=True)):
+        middle.append(TargetStage(f"target-{i}", _loader(targets, device), wires.work, outbox))
+        middle.append(PostStage(f"target-{i}-post", torch.device(device), outbox, wires.lanes))
     options = plan.recipe.pipeline
+    readers = [ReaderStage(f"reader-{i}", wires.numbers, loader, wires.work) for i in range(options.readers)]
+    meetings = [wires.reducer.meeting] if isinstance(wires.reducer, ProcessDrafters) else []
     supervisor = Supervisor(
         [drafters, middle, readers],
-        [slots, *channels, *meetings],
+        [wires.slots, *wires.channels, *meetings],
         Limits(start_timeout_s=options.start_timeout_s, stall_timeout_s=options.stall_timeout_s),
-        interrupt=interrupt,
+        progress=control.progress,
+        interrupt=control.interrupt,
     )
-    return Pipeline(supervisor, numbers, channels, slots)
+    return Pipeline(supervisor, wires)
+
+
+def _make_wires(plan: Plan, first_step: int) -> Wires:
+    sequence = make_sequence(plan)
+    first = sequence.first_seq(first_step)
+    slots = _make_slots(plan, first)
+    num_targets, num_drafters = len(plan.target_devices), len(plan.drafter_devices)
+    return Wires(
+        sequence=sequence,
+        numbers=NumberSource(first, sequence.total, slots),
+        slots=slots,
+        work=Channel("work", WORK_AHEAD * num_targets, num_senders=plan.recipe.pipeline.readers),
+        captured=tuple(Channel(f"target-{i}-out", WORK_AHEAD) for i in range(num_targets)),
+        # Room for every slot: targets take work in any order, so none may wait for a number behind its own.
+        lanes=OrderedChannel(
+            "features", slots.num_slots, num_lanes=num_drafters, first_seq=first, num_senders=num_targets
+        ),
+        reducer=ProcessDrafters(num_drafters) if num_drafters > 1 else SingleDrafter(),
+    )
 
 
 def make_loader(plan: Plan, store: Store, sequence: Sequence) -> BatchLoader:
@@ -155,7 +184,7 @@ def make_loader(plan: Plan, store: Store, sequence: Sequence) -> BatchLoader:
         seq_len=recipe.data.seq_len,
         rows=recipe.train.micro_batch_rows,
         num_anchors=recipe.drafter.num_anchors,
-        packing=recipe.data.packing and not plan.target.recurrent,
+        packing=plan.packing,
         pad_id=plan.target.pad_token_ids[0] if plan.target.pad_token_ids else 0,
     )
     return BatchLoader(store.split("train"), store.split("validation"), sequence, options)

@@ -25,7 +25,7 @@ from helixctl.models.shared import SharedWeights
 from helixctl.plan import Plan
 from helixctl.training.optim import StepOutcome, gradients, learning_rate_scale, make_optimizer, take_step
 from helixctl.training.reduce import Reducer
-from helixctl.training.state import TrainState, num_steps
+from helixctl.training.state import num_steps
 
 
 class NotFinite(HelixError):
@@ -83,7 +83,7 @@ class DrafterStage:
         lane: Lane,
         plan: Plan,
         build: Callable[[], tuple[nn.Module, SharedWeights]],
-        state: TrainState,
+        first_step: int,
         observer: Observer | None,
     ) -> None:
         self.name = f"drafter-{lane.number}"
@@ -93,7 +93,7 @@ class DrafterStage:
         self._lanes = len(plan.drafter_devices)
         self._plan = plan
         self._build = build
-        self._step_number = state.step
+        self._step_number = first_step
         """Optimizer steps taken; every lane counts for itself."""
         self._observer = observer
         self._sums: dict[str, Tensor] = {}

@@ -18,7 +18,7 @@ from helixctl.decoding.speculative import decode_speculative
 from helixctl.errors import DataError
 from helixctl.models.shared import SharedWeights
 from helixctl.plan import Plan
-from helixctl.training.build import Targets, drafter_plugin
+from helixctl.training.build import Control, Targets, drafter_plugin
 
 LIVE_NEW_TOKENS = 48
 """Longest answer of live decoding during training: enough cycles for a trend, few enough to cost seconds."""
@@ -59,8 +59,11 @@ class LiveDecoder:
     Runs on the drafter's thread between two steps: nothing random is drawn, and the training stream is not touched.
     """
 
-    def __init__(self, plan: Plan, targets: Targets, prompts: Sequence[Prompt], options: DecodeOptions) -> None:
+    def __init__(
+        self, plan: Plan, targets: Targets, prompts: Sequence[Prompt], options: DecodeOptions, control: Control
+    ) -> None:
         self._plan = plan
+        self._progress = control.progress
         self._targets = targets
         self._prompts = prompts
         self._options = replace(options, max_new_tokens=min(options.max_new_tokens, LIVE_NEW_TOKENS))
@@ -71,7 +74,11 @@ class LiveDecoder:
         policy = make_policy(self._plan, model, self._targets.shared_on(device))
         with torch.no_grad():
             answers = decode_speculative(
-                self._targets.on(device), policy, [p.ids for p in self._prompts], self._options
+                self._targets.on(device),
+                policy,
+                [prompt.ids for prompt in self._prompts],
+                self._options,
+                on_progress=lambda _: self._progress.beat("drafter-0"),
             )
         return accept_len(answers) or 0.0
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from helixctl.checkpoint.store import Best, load_checkpoint, prune, save_checkpoint, write_best
-from helixctl.engine.interrupt import InterruptFlag
 from helixctl.metrics import names
 from helixctl.metrics.meter import Meter, Throughput
 from helixctl.metrics.sink import SinkGroup
 from helixctl.plan import Plan
+from helixctl.training.build import Control
 from helixctl.training.evaluate import validation_metrics
 from helixctl.training.optim import StepOutcome, load_optimizer_tensors, optimizer_tensors
 from helixctl.training.state import TrainState, num_steps
@@ -36,7 +36,7 @@ class Recorder:
         plan: Plan,
         state: TrainState,
         sinks: SinkGroup,
-        interrupt: InterruptFlag,
+        control: Control,
         *,
         live: Live | None = None,
         resume_from: Path | None = None,
@@ -52,7 +52,8 @@ class Recorder:
         self._state = state
         self._num_steps = num_steps(plan)
         self._sinks = sinks
-        self._interrupt = interrupt
+        self._interrupt = control.interrupt
+        self._progress = control.progress
         self._live = live
         self._meter = Meter()
         self._throughput = Throughput()
@@ -109,6 +110,7 @@ class Recorder:
             self._flush()
         with self._throughput.paused():
             self._save(model, optimizer)
+        self._progress.beat("drafter-0")
 
     def _is_last_step(self) -> bool:
         return self._state.step >= self._num_steps

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from helixctl.errors import HelixError
+
 
 @dataclass(frozen=True)
 class TrainResult:
@@ -103,8 +105,17 @@ def to_json(result: Any) -> str:
     return json.dumps(dataclasses.asdict(result), indent=2, default=str)
 
 
-def write_json(path: Path, text: str) -> None:
-    """Replace a small file at once, never leaving half of it."""
+def write_whole(path: Path, text: str) -> None:
+    """Replace a small text file at once, never leaving half of it.
+
+    Raises:
+        HelixError: the disk is full, or the folder cannot be written.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text + "\n", encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(text.rstrip("\n") + "\n", encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        message = f"cannot write {path}: {error.strerror or error}"
+        raise HelixError(message, fix="free some space, or choose another run.dir") from error

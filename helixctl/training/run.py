@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import resource
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from helixctl.checkpoint.store import load_checkpoint
+from helixctl.checkpoint.store import load_checkpoint, remove_leftovers
 from helixctl.data.store import Store
 from helixctl.engine.interrupt import InterruptFlag
+from helixctl.engine.supervisor import Progress
 from helixctl.errors import Interrupted
 from helixctl.metrics.sink import SinkGroup, open_sinks
 from helixctl.models.tokenizer import load_tokenizer
 from helixctl.plan import Plan
 from helixctl.recipe.load import dump_recipe
-from helixctl.training.build import Pipeline, Targets, build_pipeline
+from helixctl.training.build import Control, Pipeline, Targets, build_pipeline
 from helixctl.training.live import LiveDecoder, decode_options, held_out_prompts
 from helixctl.training.recorder import Recorder
-from helixctl.training.results import TrainResult, to_json, write_json
+from helixctl.training.results import TrainResult, to_json, write_whole
 from helixctl.training.run_dir import claimed_run_dir, find_resume_point
 from helixctl.training.state import TrainState, check_fingerprints, make_fingerprints, num_steps
 
@@ -36,24 +38,25 @@ def run_training(plan: Plan, *, resume: bool = False) -> TrainResult:
     store = Store.open(plan.recipe.data.store)
     _use_threads(plan)
     with claimed_run_dir(plan.recipe.run.dir) as run_dir, InterruptFlag() as interrupt:
+        remove_leftovers(run_dir / "checkpoints")
         found = find_resume_point(run_dir, resume)
         state = _state(plan, store, found.path if found else None)
-        write_json(run_dir / "plan.json", to_json(plan))
-        (run_dir / "recipe.yaml").write_text(dump_recipe(plan.recipe), encoding="utf-8")
+        write_whole(run_dir / "plan.json", json.dumps(plan.to_json(), indent=2))
+        write_whole(run_dir / "recipe.yaml", dump_recipe(plan.recipe))
         sinks = open_sinks(plan.recipe.metrics.sinks, run_dir, num_steps(plan), state.step if found else None)
         try:
-            return _run(plan, store, state, sinks, (interrupt, found.path if found else None))
+            return _run(plan, store, state, sinks, Control(interrupt, Progress()), found.path if found else None)
         finally:
             sinks.close()
 
 
 def _run(
-    plan: Plan, store: Store, state: TrainState, sinks: SinkGroup, start: tuple[InterruptFlag, Path | None]
+    plan: Plan, store: Store, state: TrainState, sinks: SinkGroup, control: Control, resume_from: Path | None
 ) -> TrainResult:
-    interrupt, resume_from = start
     targets = Targets(plan)
-    recorder = Recorder(plan, state, sinks, interrupt, live=_live(plan, store, targets), resume_from=resume_from)
-    pipeline = build_pipeline(plan, store, state, recorder, interrupt, targets)
+    live = _live(plan, store, targets, control)
+    recorder = Recorder(plan, state, sinks, control, live=live, resume_from=resume_from)
+    pipeline = build_pipeline(plan, store, state, recorder, control, targets)
     try:
         pipeline.supervisor.run()
     except Interrupted as stopped:
@@ -80,13 +83,13 @@ def _store_fingerprints(store: Store) -> dict[str, str]:
     return {"data": store.fingerprint, "tokenizer": tokenizer.sha256, "chat template": tokenizer.template_sha256}
 
 
-def _live(plan: Plan, store: Store, targets: Targets) -> LiveDecoder | None:
+def _live(plan: Plan, store: Store, targets: Targets, control: Control) -> LiveDecoder | None:
     limit = plan.recipe.validation.live_prompts
     if not limit or not plan.recipe.validation.every_steps or plan.target.recurrent:
         return None
     tokenizer = load_tokenizer(plan.recipe.target)
     prompts = held_out_prompts(store, tokenizer, limit)
-    return LiveDecoder(plan, targets, prompts, decode_options(plan, tokenizer)) if prompts else None
+    return LiveDecoder(plan, targets, prompts, decode_options(plan, tokenizer), control) if prompts else None
 
 
 def _use_threads(plan: Plan) -> None:
@@ -114,7 +117,7 @@ def _finish(plan: Plan, store: Store, recorder: Recorder, state: TrainState, pip
         accounting=_accounting(store, state, pipeline),
         pipeline=_waits(pipeline),
     )
-    write_json(plan.recipe.run.dir / "result.json", to_json(result))
+    write_whole(plan.recipe.run.dir / "result.json", to_json(result))
     return result
 
 
@@ -124,8 +127,8 @@ def _accounting(store: Store, state: TrainState, pipeline: Pipeline) -> dict[str
         "documents read": manifest.read,
         "documents kept": manifest.kept,
         **{f"documents dropped: {reason}": count for reason, count in sorted(manifest.dropped.items())},
-        "micro-batches produced": pipeline.numbers.produced,
-        "micro-batches consumed": pipeline.slots.stats().released,
+        "micro-batches produced": pipeline.wires.numbers.produced,
+        "micro-batches consumed": pipeline.wires.slots.stats().released,
         "steps skipped": state.skipped_steps,
     }
     counts["micro-batches in flight at the end"] = counts["micro-batches produced"] - counts["micro-batches consumed"]
@@ -133,8 +136,8 @@ def _accounting(store: Store, state: TrainState, pipeline: Pipeline) -> dict[str
 
 
 def _waits(pipeline: Pipeline) -> dict[str, dict[str, float]]:
-    waits = {"slots": {"acquire_wait_s": pipeline.slots.stats().wait_s}}
-    for channel in pipeline.channels:
+    waits = {"slots": {"acquire_wait_s": pipeline.wires.slots.stats().wait_s}}
+    for channel in pipeline.wires.channels:
         stats: Any = channel.stats()
         waits[channel.name] = {"send_wait_s": stats.send_wait_s, "receive_wait_s": stats.receive_wait_s}
     return waits
