@@ -11,14 +11,13 @@ Legend: S tokens of one document, A anchors, B block size, H target width, V voc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from helixctl.data.batch import MicroBatch, SlotBatch
+from helixctl.models.proof import prove_capture
 from helixctl.models.shared import SharedWeights
 from helixctl.models.target import Target
 from helixctl.plan import Plan
@@ -49,7 +48,7 @@ def prove(
     proofs = [
         same_logits(plan, model, slot, target.shared),
         no_leak(model, slot, target.shared),
-        captured(target, batch, features),
+        captured(target, batch.input_ids[0]),
     ]
     return (*proofs, lossless(check)) if check is not None else tuple(proofs)
 
@@ -90,21 +89,15 @@ def no_leak(model: nn.Module, slot: SlotBatch, shared: SharedWeights) -> Proof:
     return Proof("no block sees features at or after its anchor", leaks == 0, f"{leaks} of {min(len(valid), 8)} leak")
 
 
-@torch.no_grad()
-def captured(target: Target, batch: MicroBatch, features: list[Tensor]) -> Proof:
+def captured(target: Target, input_ids: Tensor) -> Proof:
     """Proof 3: our packed forward against the library's own attention and hidden states."""
-    ids = batch.input_ids.to(target.device)
-    with stock_attention(target.model):
-        reference = target.model(input_ids=ids, output_hidden_states=True, use_cache=False)
-    worst = 0.0
-    for tap, feature in zip(target.taps, features, strict=True):
-        if tap < target.facts.num_layers - 1:  # the library's last entry is behind the final norm
-            worst = max(worst, _relative(feature, reference.hidden_states[tap + 1]))
-    last = target.features(batch, last_hidden=True)[-1]
-    logits = target.shared.logits(target.shared.final_norm(last))
-    head = _relative(logits, reference.logits)
-    detail = f"features differ by {worst:.1e}, logits rebuilt from the last state by {head:.1e}"
-    return Proof("captured features are the target's own", max(worst, head) <= TOLERANCE, detail)
+    found = prove_capture(target, input_ids)
+    exact = target.dtype != torch.float32 or max(*found.taps, found.logits) < TOLERANCE
+    detail = (
+        f"features differ by {max(found.taps):.1e}, a neighbouring layer's by {min(found.neighbours):.1e}; "
+        f"logits rebuilt from the last state by {found.logits:.1e}"
+    )
+    return Proof("captured features are the target's own", found.holds and exact, detail)
 
 
 def lossless(check: GreedyCheck) -> Proof:
@@ -135,18 +128,3 @@ def one_document(ids: list[int], mask: list[bool], num_anchors: int) -> MicroBat
         documents=((0,),),
         spans=(((0, length),),),
     )
-
-
-@contextmanager
-def stock_attention(model: Any) -> Iterator[None]:
-    """The library's own attention inside the block, ours again behind it."""
-    ours = model.config._attn_implementation
-    model.set_attn_implementation("sdpa")
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(ours)
-
-
-def _relative(value: Tensor, reference: Tensor) -> float:
-    return float((value - reference).abs().max() / reference.abs().max().clamp_min(1e-9))

@@ -4,6 +4,8 @@ import pytest
 
 from helixctl.engine.channel import Cancelled
 from helixctl.engine.gate import Gate
+from helixctl.engine.supervisor import Supervisor
+from tests.engine.stages import LIMITS, FakeStage
 from tests.engine.threads import Background, until_waiting
 
 
@@ -38,3 +40,8 @@ def test_the_late_ones_are_named_in_order():
     assert str(gate.late_error(90)) == (
         "not all stages were ready after 90 s: drafter-1 still in setup; target-0, reader-0 not begun"
     )
+
+
+def test_stage_names_must_differ():
+    with pytest.raises(ValueError, match="must differ"):
+        Supervisor([[FakeStage("drafter-0")], [FakeStage("drafter-0")]], [], LIMITS)

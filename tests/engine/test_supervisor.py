@@ -395,8 +395,3 @@ def test_any_progress_puts_the_stall_off(sign):
     limits = Limits(start_timeout_s=60, stall_timeout_s=300)
     supervisor = Supervisor([[FakeStage("drafter-0", work)]], [channel, slots, meeting], limits, progress=progress)
     supervisor.run()
-
-
-def test_stage_names_must_differ():
-    with pytest.raises(ValueError, match="must differ"):
-        Supervisor([[FakeStage("drafter-0")], [FakeStage("drafter-0")]], [], LIMITS)

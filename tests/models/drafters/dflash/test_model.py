@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from tests.models.drafters.dflash.builders import (
 
 CPU_BACKENDS = ["dense", "groups", "flex"]
 dynamo_instantiates_functions = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-GPU_SIZES = {"head_dim": 16}  # the least that flex_attention takes there
+GPU_SIZES: dict[str, Any] = {"head_dim": 16}  # the least that flex_attention takes there
 
 
 def states(backend, slot, shared=None, **values):
