@@ -6,6 +6,7 @@ what is written. ``remove_leftovers`` clears what a killed process left.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import json
@@ -74,7 +75,12 @@ def explained(doing: str) -> Iterator[None]:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON file in one step: readers see the old or the new content, never a part.
+    """Write a JSON file as `write_text` does."""
+    write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file in one step: readers see the old or the new content, never a part.
 
     Raises:
         CheckpointError: the disk is full or the place is not writable.
@@ -82,12 +88,13 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     temporary = temporary_name(path)
     try:
         with explained(f"cannot write {path}"):
-            temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+            temporary.write_text(text, encoding="utf-8")
             sync(temporary)
             temporary.replace(path)
             sync(path.parent)
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # whatever stood in the way of writing it must not hide behind this
+            temporary.unlink(missing_ok=True)
 
 
 def remove_folder(path: Path) -> None:

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-from helixctl.errors import HelixError
 
 
 @dataclass(frozen=True)
@@ -98,24 +92,3 @@ class ValidationResult:
     def lossless(self) -> bool:
         """No prompt differs, near-ties of low precision aside."""
         return all(check.different == 0 for check in self.greedy)
-
-
-def to_json(result: Any) -> str:
-    """A result as indented JSON."""
-    return json.dumps(dataclasses.asdict(result), indent=2, default=str)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Replace a small text file at once, never leaving half of it.
-
-    Raises:
-        HelixError: the disk is full, or the folder cannot be written.
-    """
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        temporary.write_text(text.rstrip("\n") + "\n", encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        message = f"cannot write {path}: {error.strerror or error}"
-        raise HelixError(message, fix="free some space, or choose another run.dir") from error

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import resource
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from helixctl.checkpoint.atomic import write_json, write_text
 from helixctl.checkpoint.store import load_checkpoint, remove_leftovers
 from helixctl.data.store import Store
 from helixctl.engine.interrupt import InterruptFlag
@@ -21,7 +22,7 @@ from helixctl.recipe.load import dump_recipe
 from helixctl.training.build import Control, Pipeline, Targets, build_pipeline
 from helixctl.training.live import LiveDecoder, decode_options, held_out_prompts
 from helixctl.training.recorder import Recorder
-from helixctl.training.results import TrainResult, to_json, write_whole
+from helixctl.training.results import TrainResult
 from helixctl.training.run_dir import claimed_run_dir, find_resume_point
 from helixctl.training.state import TrainState, check_fingerprints, make_fingerprints, num_steps
 
@@ -41,8 +42,8 @@ def run_training(plan: Plan, *, resume: bool = False) -> TrainResult:
         remove_leftovers(run_dir / "checkpoints")
         found = find_resume_point(run_dir, resume)
         state = _state(plan, store, found.path if found else None)
-        write_whole(run_dir / "plan.json", json.dumps(plan.to_json(), indent=2))
-        write_whole(run_dir / "recipe.yaml", dump_recipe(plan.recipe))
+        write_json(run_dir / "plan.json", plan.to_json())
+        write_text(run_dir / "recipe.yaml", dump_recipe(plan.recipe))
         sinks = open_sinks(plan.recipe.metrics.sinks, run_dir, num_steps(plan), state.step if found else None)
         try:
             return _run(plan, store, state, sinks, Control(interrupt, Progress()), found.path if found else None)
@@ -117,7 +118,7 @@ def _finish(plan: Plan, store: Store, recorder: Recorder, state: TrainState, pip
         accounting=_accounting(store, state, pipeline),
         pipeline=_waits(pipeline),
     )
-    write_whole(plan.recipe.run.dir / "result.json", to_json(result))
+    write_json(plan.recipe.run.dir / "result.json", dataclasses.asdict(result))
     return result
 
 
