@@ -94,9 +94,9 @@ def make_flex_attention(blocks: Blocks, seq_len: int) -> FlexAttention:
 
     lengths = (num_anchors * size, seq_len + num_anchors * size)
     some, full = _visible_tiles(starts, ends, size, seq_len)
-    mask = BlockMask.from_kv_blocks(
-        *_ordered(some & ~full), *_ordered(full), BLOCK_SIZE=TILE, mask_mod=visible, seq_lengths=lengths
-    )
+    by_query = (*_ordered(some & ~full), *_ordered(full))
+    by_key = (*_ordered((some & ~full).mT), *_ordered(full.mT))  # for the backward pass
+    mask = BlockMask(lengths, *by_query, *by_key, BLOCK_SIZE=(TILE, TILE), mask_mod=visible)
     return FlexAttention(mask)
 
 
@@ -130,9 +130,13 @@ def _visible_tiles(starts: Tensor, ends: Tensor, size: int, seq_len: int) -> tup
 
 
 def _ordered(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """Numbers of the set key tiles, in order, behind their count: int32 [R, 1, query tiles] and [..., key tiles]."""
-    order = torch.argsort(tiles.to(torch.int32), dim=-1, descending=True, stable=True)
-    return tiles.sum(-1).to(torch.int32), order.to(torch.int32)
+    """How many of the last axis are set, and their numbers in order: int32 [R, 1, tiles] and [R, 1, tiles, tiles]."""
+    num_tiles = tiles.shape[-1]
+    # By counting, not sorting: a compiled sort of this length is slow to build.
+    place = torch.where(tiles, tiles.long().cumsum(-1) - 1, num_tiles)  # the unset ones share a place that is cut off
+    numbers = torch.arange(num_tiles, device=tiles.device, dtype=torch.int32).expand(tiles.shape)
+    order = numbers.new_zeros((*tiles.shape[:-1], num_tiles + 1)).scatter(-1, place, numbers)
+    return tiles.sum(-1).to(torch.int32), order[..., :num_tiles].contiguous()
 
 
 def _by_row(query: Tensor, context: KeyValue, block: KeyValue) -> tuple[Tensor, Tensor, Tensor]:

@@ -21,6 +21,15 @@ def test_tiles_equal_those_of_torch(monkeypatch, size, tile):
     expected = create_block_mask(got.mask_mod, 2, None, *lengths, device="cpu", BLOCK_SIZE=tile)
     assert got.seq_lengths == lengths
     assert torch.equal(got.to_dense(), expected.to_dense())  # none forgotten, none added
+    # The same seen from the keys, for the backward pass.
+    transposed = type(got).from_kv_blocks(
+        got.kv_num_blocks, got.kv_indices, got.full_kv_num_blocks, got.full_kv_indices, tile, got.mask_mod, lengths
+    )
+    for name in ("q_num_blocks", "full_q_num_blocks"):
+        assert torch.equal(getattr(got, name), getattr(transposed, name))
+    for count, numbers in (("q_num_blocks", "q_indices"), ("full_q_num_blocks", "full_q_indices")):
+        counted = torch.arange(getattr(got, numbers).shape[-1]) < getattr(got, count)[..., None]
+        assert torch.equal(getattr(got, numbers)[counted], getattr(transposed, numbers)[counted])
     full, expected_full = (full_tiles(mask) for mask in (got, expected))
     # Full tiles inside a block that is longer than a tile are called partial: slower there, never wrong.
     assert full <= expected_full
