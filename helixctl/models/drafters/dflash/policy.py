@@ -19,15 +19,16 @@ from helixctl.models.shared import SharedWeights
 
 
 class DFlashPolicy:
-    """Greedy drafts of B-1 tokens. Weights are a snapshot taken when the policy is made, in the head's type.
+    """Greedy drafts of B-1 tokens.
 
+    Weights are a snapshot taken when the policy is made, in the type of the target's head and on its device.
     A cached key at position j is visible to a block whose anchor stands at p iff j < p. So taking back rejected
     tokens needs no work: the next ``extend`` writes over their positions.
     """
 
     def __init__(self, model: DFlashDraftModel, shared: SharedWeights) -> None:
         self.block_size = model.options.block_size
-        self._model = _snapshot(model, shared.head.dtype)
+        self._model = _snapshot(model, shared.head)
         self._shared = shared
         self._head = make_head(shared)
         self._cache: list[KeyValue] = []  # per layer [R, L + 1, kv heads, D]; the last place takes what is not valid
@@ -88,14 +89,13 @@ class _CachedAttention:
         return out.transpose(1, 2).reshape(query.shape)
 
 
-def _snapshot(model: DFlashDraftModel, dtype: torch.dtype) -> DFlashDraftModel:
-    """A copy with matrices in ``dtype``, cast once; norms stay float32."""
+def _snapshot(model: DFlashDraftModel, head: Tensor) -> DFlashDraftModel:
+    """A copy beside ``head`` with matrices in its type, cast once; norms stay float32."""
     with torch.device("meta"):
         twin = DFlashDraftModel(model.options, model.shape, model.seed)
-    state = {name: _copy(t, dtype if t.dim() > 1 else t.dtype) for name, t in model.state_dict().items()}
+    state = {
+        name: t.detach().to(head.device, head.dtype if t.dim() > 1 else t.dtype, copy=True)
+        for name, t in model.state_dict().items()
+    }
     twin.load_state_dict(state, assign=True)
     return twin.requires_grad_(False)
-
-
-def _copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.detach().to(dtype, copy=True)
