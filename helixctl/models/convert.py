@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from helixctl.errors import ModelError
+from helixctl.models.quiet import no_bars, silence_transformers
 
 
 def convert_gguf(gguf_file: Path, output_dir: Path) -> Path:
@@ -53,9 +54,11 @@ def _write_checkpoint(gguf_file: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    silence_transformers()
     source = {"pretrained_model_name_or_path": str(gguf_file.parent), "gguf_file": gguf_file.name}
     try:
-        model = AutoModelForCausalLM.from_pretrained(dtype=torch.bfloat16, **source, **_dequantize())
+        with no_bars():
+            model = AutoModelForCausalLM.from_pretrained(dtype=torch.bfloat16, **source, **_dequantize())
         tokenizer = AutoTokenizer.from_pretrained(**source)
     except ImportError as error:
         raise ModelError(f"cannot read GGUF files here: {error}", fix="pip install gguf accelerate") from error

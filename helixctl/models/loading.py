@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from helixctl.errors import ModelError
 from helixctl.models import attention
 from helixctl.models.facts import TargetFacts
+from helixctl.models.quiet import silence_transformers
 from helixctl.models.shared import SharedWeights
 from helixctl.recipe.schema import TargetOptions
 
@@ -53,10 +54,9 @@ def load_model(options: TargetOptions, facts: TargetFacts, dtype: torch.dtype) -
         ModelError: see ``Target.load``.
     """
     import transformers
-    from transformers.utils import logging as transformers_logging
 
     attention.register()
-    transformers_logging.disable_progress_bar()
+    silence_transformers()
     ours = not facts.recurrent
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
