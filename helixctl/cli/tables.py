@@ -130,8 +130,9 @@ def speed_rows(result: ValidationResult) -> dict[str, str]:
 def greedy_rows(result: ValidationResult) -> dict[str, str]:
     """Losslessness, one line per precision."""
     return {
-        check.dtype: f"{check.identical} of {check.prompts} identical, {check.near_ties} near-ties "
-        f"(noise {check.noise:.2g}), {check.different} different"
+        check.dtype: f"{check.identical} of {check.prompts} identical, {check.near_ties} near-ties"
+        + (f" (noise {check.noise:.2g})" if check.noise is not None else "")
+        + f", {check.different} different"
         for check in result.greedy
     }
 

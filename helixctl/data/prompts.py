@@ -6,7 +6,7 @@ import gzip
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ class Prompt:
     messages: tuple[Message, ...]
     carried: dict[str, Any] = field(default_factory=dict)
     """Those of the record's fields that are named in CARRIED."""
+    line: int = field(default=0, compare=False)
+    """Where it stands in its file, from 1."""
 
     @property
     def tools(self) -> list[Any] | None:
@@ -44,6 +46,8 @@ class BadPrompt:
 
     reason: str
     """A short name, to count by."""
+    line: int = field(default=0, compare=False)
+    """Where it stands in its file, from 1."""
 
 
 def read_prompts(path: Path) -> Iterator[Prompt | BadPrompt]:
@@ -57,9 +61,9 @@ def read_prompts(path: Path) -> Iterator[Prompt | BadPrompt]:
     """
     try:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
-            for line in lines:
+            for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    yield _parse(line)
+                    yield replace(_parse(line), line=number)
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read the prompts {path}: {error}", fix="give a JSONL file in UTF-8") from error
 

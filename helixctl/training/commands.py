@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from helixctl.checkpoint.export import ExportResult, ExportSource, check_replaceable, export_drafter
-from helixctl.checkpoint.store import load_checkpoint
-from helixctl.data.regenerate import RegenerateJob, RegenerateProgress, RegenerateResult, regenerate
+from helixctl.data.prompts import read_prompts
+from helixctl.data.regenerate import RegenerateJob, RegenerateResult, regenerate
 from helixctl.errors import Problem, RecipeError, UsageError
 from helixctl.models.tokenizer import load_tokenizer
 from helixctl.plan import Plan
-from helixctl.training.build import build_drafter, load_target
+from helixctl.training.build import load_target
+from helixctl.training.restore import load_trained
+from helixctl.training.run import use_threads
 from helixctl.training.run_dir import choose_checkpoint
 
 
@@ -28,22 +31,24 @@ def run_export(plan: Plan, *, checkpoint: Path | None = None, output: Path | Non
     destination = output or plan.recipe.run.dir / "export"
     check_replaceable(destination)
     path = choose_checkpoint(plan.recipe.run.dir, checkpoint)
-    loaded = load_checkpoint(path)
-    model = build_drafter(plan, torch.device("cpu"))
-    model.load_state_dict(loaded.tensors["drafter"])
+    trained = load_trained(plan, path, torch.device("cpu"))
     source = ExportSource(
         options=plan.recipe.drafter,
         facts=plan.target,
         taps=plan.target_layer_ids,
         target=plan.recipe.target.model,
-        step=loaded.step,
-        metrics=_metrics(plan.recipe.run.dir, loaded.step),
+        step=trained.step,
+        metrics=_metrics(plan.recipe.run.dir, trained.step),
     )
-    return export_drafter(model, source, destination)
+    return export_drafter(trained.model, source, destination)
 
 
-def run_regeneration(plan: Plan, on_progress: Callable[[RegenerateProgress], None] | None = None) -> RegenerateResult:
+def run_regeneration(
+    plan: Plan, on_progress: Callable[[int, int], None] = lambda done, total: None
+) -> RegenerateResult:
     """Let the target answer the recipe's prompts; goes on where an earlier call stopped.
+
+    ``on_progress`` gets the prompts accounted for, and all of them.
 
     Raises:
         RecipeError: the recipe names no prompts, or the answers would not be read as chats.
@@ -58,19 +63,20 @@ def run_regeneration(plan: Plan, on_progress: Callable[[RegenerateProgress], Non
         raise RecipeError([Problem("data.train[0].format", "answers are written as chats", fix=fix)])
     if plan.target.recurrent:
         raise UsageError(f"{plan.target.model_type} targets cannot be decoded yet", fix="write the answers elsewhere")
-    if plan.threads:
-        torch.set_num_threads(plan.threads)
+    use_threads(plan)
     job = RegenerateJob(
         prompts=data.regenerate.prompts,
         output=data.train[0].path,
         model=plan.recipe.target.model,
         options=data.regenerate,
         stop_ids=frozenset(plan.target.eos_token_ids),
-        max_len=plan.target.max_positions,
+        max_len=plan.target.max_positions or sys.maxsize,
         seed=plan.recipe.run.seed,
     )
+    tokenizer = load_tokenizer(plan.recipe.target)
+    total = sum(1 for _ in read_prompts(job.prompts))
     target = load_target(plan, plan.target_devices[0])
-    return regenerate(target, load_tokenizer(plan.recipe.target), job, on_progress=on_progress)
+    return regenerate(target, tokenizer, job, on_progress=lambda now: on_progress(now.num_done, total))
 
 
 def _metrics(run_dir: Path, step: int) -> dict[str, float]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor, nn
 
+from helixctl.data.prompts import BadPrompt, read_prompts
 from helixctl.data.store import Store
-from helixctl.decoding.decoded import Decoded, DecodeOptions, accept_len
+from helixctl.decoding.decoded import DecodeOptions, accept_len
 from helixctl.decoding.policy import DraftPolicy
 from helixctl.decoding.speculative import decode_speculative
 from helixctl.errors import DataError
@@ -20,6 +22,14 @@ from helixctl.models.shared import SharedWeights
 from helixctl.plan import Plan
 from helixctl.training.build import Control, Targets, drafter_plugin
 
+TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError)
+"""What chat templates raise on roles and contents that they do not expect; ValueError also where there is none."""
+_PROMPT_FIX = 'one JSON object per line is wanted: {"prompt": "..."}, {"turns": [...]} or {"messages": [...]}'
+_REASONS = {
+    "not_json": "this line is not JSON",
+    "no_prompt": "there is no prompt in this line",
+    "no_user_turn": "the conversation in this line has no user turn",
+}
 LIVE_NEW_TOKENS = 48
 """Longest answer of live decoding during training: enough cycles for a trend, few enough to cost seconds."""
 
@@ -32,25 +42,44 @@ class Prompt:
     ids: tuple[int, ...]
 
 
-def held_out_prompts(store: Store, tokenizer: Any, limit: int) -> list[Prompt]:
-    """The first ``limit`` prompts of the validation documents, rendered with the target's chat template."""
-    return [_render(tokenizer, entry) for entry in store.prompts()[:limit]]
+def held_out_prompts(store: Store, tokenizer: Any, limit: int, max_len: int | None) -> list[Prompt]:
+    """The first ``limit`` prompts of the validation documents, rendered with the target's chat template.
+
+    Passed over: prompts that fill more than half of ``max_len``, the target's positions, or that the template refuses.
+    """
+    found: list[Prompt] = []
+    for entry in store.prompts():
+        if len(found) == limit:
+            break
+        with suppress(*TEMPLATE_ERRORS):
+            prompt = _tokenise(tokenizer, entry["text"]) if "text" in entry else _render(tokenizer, entry)
+            if prompt.ids and (max_len is None or len(prompt.ids) <= max_len // 2):
+                found.append(prompt)
+    return found
 
 
 def prompts_from_file(path: Path, tokenizer: Any, limit: int | None = None) -> list[Prompt]:
     """Prompts of a JSONL file with ``prompt``, ``messages`` or ``turns`` (the first turn) in every line.
 
     Raises:
-        DataError: the file is missing or empty, a line is not JSON, or holds no prompt.
+        DataError: the file is missing or empty, a line holds no prompt, or the chat template refuses one.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise DataError(f"cannot read prompts from {path}: {error.strerror}", fix="check --prompts") from error
-    found = [_parse(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    found: list[Prompt] = []
+    for prompt in read_prompts(path):
+        if isinstance(prompt, BadPrompt):
+            raise DataError(f"{path}:{prompt.line}: {_REASONS[prompt.reason]}", fix=_PROMPT_FIX)
+        try:
+            found.append(_render(tokenizer, {"messages": list(prompt.messages), "tools": prompt.tools}))
+        except TEMPLATE_ERRORS as error:
+            where = f"{path}:{prompt.line}"
+            raise DataError(
+                f"{where}: the target's chat template refuses this prompt: {error}", fix="correct it"
+            ) from error
+        if len(found) == limit:
+            break
     if not found:
-        raise DataError(f"{path} holds no prompt", fix='write one JSON object per line: {"prompt": "..."}')
-    return [_render(tokenizer, entry) for entry in found[:limit]]
+        raise DataError(f"{path} holds no prompt", fix=_PROMPT_FIX)
+    return found
 
 
 class LiveDecoder:
@@ -128,42 +157,17 @@ def decode_options(plan: Plan, tokenizer: Any) -> DecodeOptions:
         max_new_tokens=validation.max_new_tokens,
         stop_ids=frozenset(plan.target.eos_token_ids) | frozenset([tokenizer.eos_token_id]) - {None},
         batch_size=validation.batch_size,
-        max_len=plan.target.max_positions,
-    )
-
-
-def answer_text(tokenizer: Any, decoded: Decoded) -> str:
-    """The answer as text, special tokens left out."""
-    text: str = tokenizer.decode(list(decoded.tokens), skip_special_tokens=True)
-    return text
-
-
-def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
-    try:
-        entry = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}:{number}: not JSON: {error}", fix="fix or delete the line") from error
-    if isinstance(entry, dict):
-        if isinstance(entry.get("prompt"), str):
-            return {"messages": [{"role": "user", "content": entry["prompt"]}]}
-        if isinstance(entry.get("turns"), list) and entry["turns"]:
-            return {"messages": [{"role": "user", "content": str(entry["turns"][0])}]}
-        if isinstance(entry.get("messages"), list) and entry["messages"]:
-            return {"messages": entry["messages"]}
-    raise DataError(
-        f"{path}:{number}: no prompt in this line", fix='use {"prompt": "..."}, {"turns": [...]} or {"messages": [...]}'
+        max_len=plan.target.max_positions or None,
     )
 
 
 def _render(tokenizer: Any, entry: dict[str, Any]) -> Prompt:
-    if "text" in entry:
-        ids = tokenizer(entry["text"], add_special_tokens=False)["input_ids"]
-        return Prompt(entry["text"], tuple(ids))
     messages = entry["messages"]
-    while messages and messages[-1].get("role") == "assistant":
-        messages = messages[:-1]
-    rendered = tokenizer.apply_chat_template(
+    text = tokenizer.apply_chat_template(
         messages, tools=entry.get("tools") or None, add_generation_prompt=True, tokenize=False
     )
-    ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
-    return Prompt(str(messages[-1].get("content", "")), tuple(ids))
+    return replace(_tokenise(tokenizer, text), text=str(messages[-1].get("content") or ""))
+
+
+def _tokenise(tokenizer: Any, text: str) -> Prompt:
+    return Prompt(text, tuple(tokenizer(text, add_special_tokens=False)["input_ids"]))

@@ -26,7 +26,7 @@ from helixctl.training.results import GreedyCheck, Proof
 from helixctl.training.stages import fill_slot, make_slot
 
 MAX_TOKENS = 256
-"""Tokens of the document that the proofs look at."""
+"""Tokens of a document that are enough for the proofs."""
 TOLERANCE = 2e-3
 """Largest difference over the largest value, in float32: two orders of summation through a whole model."""
 
@@ -35,7 +35,7 @@ def prove(
     plan: Plan, model: nn.Module, target: Target, document: tuple[list[int], list[bool]], check: GreedyCheck | None
 ) -> tuple[Proof, ...]:
     """All proofs on one held-out document (ids and loss mask), the target in float32."""
-    batch = one_document(document[0][:MAX_TOKENS], document[1][:MAX_TOKENS], plan.recipe.drafter.num_anchors)
+    batch = one_document(*document, plan.recipe.drafter.num_anchors)
     features = target.features(batch)
     slot = make_slot(
         (1, batch.input_ids.shape[1], batch.anchors.shape[1]),

@@ -59,7 +59,8 @@ class GreedyCheck:
     near_ties: int
     """Prompts whose first difference stands where plain decoding's two best logits are closer than the noise."""
     different: int
-    noise: float
+    noise: float | None
+    """Measured rounding of the gap between two logits; None where nothing differed, so nothing was measured."""
 
 
 @dataclass(frozen=True)

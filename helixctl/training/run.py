@@ -11,6 +11,7 @@ import torch
 
 from helixctl.checkpoint.atomic import write_json, write_text
 from helixctl.checkpoint.store import load_checkpoint, remove_leftovers
+from helixctl.data.fingerprint import check_tokenizer, load_fast_tokenizer
 from helixctl.data.store import Store
 from helixctl.engine.interrupt import InterruptFlag
 from helixctl.engine.supervisor import Progress
@@ -32,12 +33,14 @@ def run_training(plan: Plan, *, resume: bool = False) -> TrainResult:
 
     Raises:
         UsageError: the run directory holds a run already, or cannot be written.
+        DataError: no store, or one made with another tokenizer than the target's.
         CheckpointError: ``resume`` finds no whole checkpoint, or one of another run.
         StageFailed: a stage raised; its exception is the cause.
         Interrupted: the user stopped the run; the last step is saved.
     """
     store = Store.open(plan.recipe.data.store)
-    _use_threads(plan)
+    check_tokenizer(store, load_fast_tokenizer(plan.recipe.target))
+    use_threads(plan)
     with claimed_run_dir(plan.recipe.run.dir) as run_dir, InterruptFlag() as interrupt:
         remove_leftovers(run_dir / "checkpoints")
         found = find_resume_point(run_dir, resume)
@@ -89,11 +92,12 @@ def _live(plan: Plan, store: Store, targets: Targets, control: Control) -> LiveD
     if not limit or not plan.recipe.validation.every_steps or plan.target.recurrent:
         return None
     tokenizer = load_tokenizer(plan.recipe.target)
-    prompts = held_out_prompts(store, tokenizer, limit)
-    return LiveDecoder(plan, targets, prompts, decode_options(plan, tokenizer), control) if prompts else None
+    options = decode_options(plan, tokenizer)
+    prompts = held_out_prompts(store, tokenizer, limit, options.max_len)
+    return LiveDecoder(plan, targets, prompts, options, control) if prompts else None
 
 
-def _use_threads(plan: Plan) -> None:
+def use_threads(plan: Plan) -> None:
     """Set before any stage starts: threads inherit it, and a change later would recompile."""
     if plan.threads:
         torch.set_num_threads(plan.threads)

@@ -68,9 +68,6 @@ def make_fingerprints(plan: Plan, store: Mapping[str, str]) -> dict[str, str]:
     """
     recipe = plan.recipe
     parts: dict[str, Any] = {
-        "target": plan.target.raw,
-        "taps": plan.target_layer_ids,
-        "mask token": recipe.drafter.mask_token_id,
         "block size": recipe.drafter.block_size,
         "drafter": recipe.drafter.model_dump(mode="json"),
         "sequence length": recipe.data.seq_len,
@@ -82,7 +79,7 @@ def make_fingerprints(plan: Plan, store: Mapping[str, str]) -> dict[str, str]:
         "optimizer": recipe.train.model_dump(mode="json", exclude=_FREE_TO_CHANGE),
     }
     hashed = {name: _digest(value) for name, value in parts.items()}
-    return {**hashed, **store}
+    return {**hashed, **_drafter_fingerprints(plan), **store}
 
 
 def check_fingerprints(saved: Mapping[str, str], current: Mapping[str, str]) -> None:
@@ -97,6 +94,30 @@ def check_fingerprints(saved: Mapping[str, str], current: Mapping[str, str]) -> 
             f"cannot resume: changed since the checkpoint was written: {', '.join(changed)}",
             fix="restore them, or start a new run with another run.dir",
         )
+
+
+def check_same_drafter(saved: Mapping[str, str], plan: Plan) -> None:
+    """Refuse to decode or export a drafter with another target, other taps or another mask token than it learned with.
+
+    Raises:
+        CheckpointError: names everything that differs.
+    """
+    changed = sorted(name for name, value in _drafter_fingerprints(plan).items() if saved.get(name) != value)
+    if changed:
+        raise CheckpointError(
+            f"the checkpoint was trained with another {', '.join(changed)} than the recipe names",
+            fix="use the recipe of the run: recipe.yaml in its run.dir",
+        )
+
+
+def _drafter_fingerprints(plan: Plan) -> dict[str, str]:
+    """What a drafter means nothing without."""
+    parts = {
+        "target": plan.target.raw,
+        "taps": plan.target_layer_ids,
+        "mask token": plan.recipe.drafter.mask_token_id,
+    }
+    return {name: _digest(value) for name, value in parts.items()}
 
 
 def _digest(value: Any) -> str:

@@ -10,17 +10,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from helixctl.checkpoint.store import load_checkpoint
 from helixctl.data import sequence as order
+from helixctl.data.fingerprint import check_tokenizer, load_fast_tokenizer
 from helixctl.data.store import Store
 from helixctl.decoding.decoded import Decoded, DecodeOptions, DecodeProgress, accept_len
 from helixctl.decoding.losslessness import compare_greedy, measure_noise
-from helixctl.decoding.speculative import decode_speculative
+from helixctl.decoding.speculative import decode_plain, decode_speculative
 from helixctl.decoding.timing import TimedDecode, time_plain, time_speculative
+from helixctl.errors import UsageError
 from helixctl.models.target import Target
-from helixctl.models.tokenizer import load_tokenizer
 from helixctl.plan import Plan
-from helixctl.training.build import build_drafter, load_target, make_loader, make_slot_for
+from helixctl.training.build import load_target, make_loader, make_slot_for
 from helixctl.training.drafter import Drafter, autocast
 from helixctl.training.evaluate import validation_metrics
 from helixctl.training.live import (
@@ -32,13 +32,17 @@ from helixctl.training.live import (
     prompts_from_file,
 )
 from helixctl.training.proofs import MAX_TOKENS, prove
+from helixctl.training.restore import load_trained
 from helixctl.training.results import GreedyCheck, PromptResult, Segment, ValidationResult
+from helixctl.training.run import use_threads
 from helixctl.training.run_dir import choose_checkpoint
 from helixctl.training.stages import fill_slot
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how far it has come, and how much there is."""
 
+_MAX_CHARACTER_TOKENS = 4
+"""UTF-8 has no longer ones."""
 NOISE_ANSWERS = 4
 """Answers on which rounding is measured: one after the other, a token at a time, so few."""
 
@@ -61,11 +65,10 @@ class Validator:
         self.plan = plan
         self.store = store
         self.on_progress = on_progress
-        self.device = torch.device(plan.drafter_devices[0])
-        self.model = build_drafter(plan, self.device)
-        loaded = load_checkpoint(checkpoint)
-        self.model.load_state_dict(loaded.tensors["drafter"])
-        self.step = loaded.step
+        self.device = torch.device(plan.target_devices[0])
+        """Of target and drafter: nothing here is split over devices."""
+        trained = load_trained(plan, checkpoint, self.device)
+        self.model, self.step = trained.model, trained.step
 
     def held_out(self, target: Target) -> dict[str, float]:
         """The metrics of the run's own validation pass."""
@@ -85,17 +88,22 @@ class Validator:
         return validation_metrics(sums) if sums else {}
 
     def decode(self, target: Target, prompts: Sequence[Prompt], options: DecodeOptions) -> Both:
-        """Answer every prompt plainly and speculatively, timed, and compare."""
+        """Answer every prompt plainly and speculatively, timed, and compare.
+
+        Margins and rounding are measured where answers differ, outside the timing: they cost a pass of their own.
+        """
         ids = [prompt.ids for prompt in prompts]
         policy = make_policy(self.plan, self.model, target.shared)
-        recording = replace(options, record_margins=True)
         name = str(target.dtype).removeprefix("torch.")
-        plain = time_plain(target, ids, recording, on_progress=self._count(f"plain decoding, {name}"))
+        plain = time_plain(target, ids, options, on_progress=self._count(f"plain decoding, {name}"))
         drafted = time_speculative(
             target, policy, ids, options, on_progress=self._count(f"speculative decoding, {name}")
         )
-        noise = measure_noise(target, plain.decoded[:NOISE_ANSWERS], policy.block_size)
-        found = compare_greedy(plain.decoded, drafted.decoded, noise)
+        answers, noise = plain.decoded, None
+        if any(one.tokens != other.tokens for one, other in zip(answers, drafted.decoded, strict=True)):
+            answers = tuple(decode_plain(target, ids, replace(options, record_margins=True)))
+            noise = measure_noise(target, answers[:NOISE_ANSWERS], policy.block_size)
+        found = compare_greedy(answers, drafted.decoded, noise or 0.0)
         check = GreedyCheck(name, len(ids), found.identical, found.near_ties, found.different, noise)
         parted = {difference.prompt for difference in found.differences}
         return Both(plain, drafted, check, frozenset(range(len(ids))) - parted)
@@ -123,16 +131,18 @@ def run_validation(
     Losslessness is judged in float32; the target's own precision is reported beside it with its near-ties.
 
     Raises:
-        CheckpointError: there is no whole checkpoint.
-        DataError: no store, or prompts that cannot be read.
+        CheckpointError: there is no whole checkpoint, or it belongs to another recipe.
+        DataError: no store, one made with another tokenizer, or prompts that cannot be read.
+        UsageError: prompts for a target that cannot be decoded.
     """
     store = Store.open(plan.recipe.data.store)
     path = choose_checkpoint(plan.recipe.run.dir, checkpoint)
-    tokenizer = load_tokenizer(plan.recipe.target)
-    limit = plan.recipe.validation.live_prompts
-    asked = prompts_from_file(prompts, tokenizer) if prompts else held_out_prompts(store, tokenizer, limit)
-    validator = Validator(plan, store, path, on_progress)
+    tokenizer = load_fast_tokenizer(plan.recipe.target)
+    check_tokenizer(store, tokenizer)
     options = decode_options(plan, tokenizer)
+    asked = _prompts(plan, store, tokenizer, prompts, options.max_len)
+    use_threads(plan)
+    validator = Validator(plan, store, path, on_progress)
     target = load_target(plan, plan.target_devices[0])
     held_out = validator.held_out(target)
     document = _document(store)
@@ -155,19 +165,34 @@ def run_validation(
     )
 
 
+def _prompts(plan: Plan, store: Store, tokenizer: Any, file: Path | None, max_len: int | None) -> list[Prompt]:
+    """What is decoded: the prompts of ``file``, else held-out ones; none where the target cannot be decoded."""
+    if file is None:
+        limit = 0 if plan.target.recurrent else plan.recipe.validation.live_prompts
+        return held_out_prompts(store, tokenizer, limit, max_len)
+    if plan.target.recurrent:
+        raise UsageError(f"{plan.target.model_type} targets cannot be decoded yet", fix="leave --prompts out")
+    return prompts_from_file(file, tokenizer)
+
+
 def _exact(plan: Plan, target: Target) -> Target:
     """The target in float32, in which decoding must be lossless token for token."""
     return target if target.dtype == torch.float32 else load_target(plan, plan.target_devices[0], "float32")
 
 
 def _document(store: Store) -> tuple[list[int], list[bool]]:
-    """The held-out (else the training) document with the most supervised tokens among those that begin early enough."""
+    """Ids and mask of a held-out (else a training) document, cut at MAX_TOKENS or what its first anchor needs.
+
+    The one with the most supervised tokens among those that begin early enough, else the one that begins first.
+    """
     split = store.split("validation")
     if not split.num_documents:
         split = store.split("train")
     usable = split.trainable(MAX_TOKENS // 2)
-    longest = int(usable[split.supervised_counts[usable].argmax()])
-    return split.tokens(longest).tolist(), split.loss_mask(longest).tolist()
+    first = int(split.first_anchors.argmin())
+    chosen = int(usable[split.supervised_counts[usable].argmax()]) if usable.size else first
+    end = max(MAX_TOKENS, int(split.first_anchors[chosen]) + MAX_TOKENS // 2)
+    return split.tokens(chosen)[:end].tolist(), split.loss_mask(chosen)[:end].tolist()
 
 
 def _result(path: Path, validator: Validator, held_out: dict[str, float], proofs: tuple[Any, ...]) -> ValidationResult:
@@ -201,4 +226,13 @@ def _prompt_results(
 
 
 def _segments(tokenizer: Any, decoded: Decoded) -> tuple[Segment, ...]:
-    return tuple(Segment(tokenizer.decode([token]), kind) for token, kind in decoded.segments)
+    """The answer's pieces; tokens that only together make a character are one piece, of the kind of the last."""
+    segments: list[Segment] = []
+    held: list[int] = []
+    for token, kind in decoded.segments:
+        held.append(token)
+        text = tokenizer.decode(held)
+        if not text.endswith("\ufffd") or len(held) == _MAX_CHARACTER_TOKENS:
+            segments.append(Segment(text, kind))
+            held = []
+    return (*segments, Segment(tokenizer.decode(held), decoded.segments[-1][1])) if held else tuple(segments)

@@ -13,9 +13,15 @@ from helixctl.data.store_writer import StoreWriter
 INFO = TokenizerInfo("a" * 64, "b" * 64, 100, 2, 0)
 
 
-def write_store(path: Path, train: Sequence[int], validation: Sequence[int] = (), vocab_size: int = 100) -> Store:
+def write_store(
+    path: Path,
+    train: Sequence[int],
+    validation: Sequence[int] = (),
+    vocab_size: int = 100,
+    info: TokenizerInfo | None = None,
+) -> Store:
     """A store whose documents have the given lengths; the second half of each is supervised."""
-    info = TokenizerInfo("a" * 64, "b" * 64, vocab_size, 2, 0)
+    info = info or TokenizerInfo("a" * 64, "b" * 64, vocab_size, 2, 0)
     rng = np.random.default_rng(0)
     with StoreWriter(path, info) as writer:
         for length in train:

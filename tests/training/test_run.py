@@ -110,7 +110,7 @@ def test_a_second_run_in_the_same_directory_is_refused_and_a_drifted_resume_name
     with pytest.raises(UsageError, match="already holds a run"):
         run_training(make_world_plan(recipe))
     with pytest.raises(CheckpointError, match=r"drafter, mask token"):
-        run_training(make_world_plan(recipe, "drafter.mask_token_id=121"), resume=True)
+        run_training(make_world_plan(recipe, "drafter.mask_token_id=311"), resume=True)
     with pytest.raises(CheckpointError, match="optimizer"):
         run_training(make_world_plan(recipe, "train.learning_rate=0.5"), resume=True)
 

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+from helixctl.data.fingerprint import describe_tokenizer
 from helixctl.machine import Machine
 from helixctl.plan import Plan, make_plan
 from helixctl.recipe.load import load_recipe
+from tests.data import templates
 from tests.data.builders import write_store
 from tests.tiny import save_tiny, tiny_llama
 
@@ -27,7 +29,7 @@ drafter:
   target_layer_ids: [0, 2]
   block_size: 4
   num_anchors: 6
-  mask_token_id: 120
+  mask_token_id: 310
   loss: {decay_gamma: 4.0}
 train: {steps: 6, micro_batch_rows: 1, learning_rate: 3.0e-3, log_every_steps: 2}
 validation: {every_steps: 3, rows: 2, live_prompts: 0}
@@ -39,10 +41,12 @@ metrics: {sinks: [jsonl]}
 def make_world(
     folder: Path, train: Sequence[int] = (20, 25, 31, 12, 28, 18), validation: Sequence[int] = (20, 22)
 ) -> Path:
-    """Write target, store and recipe into ``folder``; returns the recipe's path."""
+    """Write target with tokenizer, store and recipe into ``folder``; returns the recipe's path."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_tiny(tiny_llama(), folder / "target")
-    write_store(folder / "store", train, (20, 22))
+    save_tiny(tiny_llama(vocab_size=320), folder / "target")
+    tokenizer = templates.byte_tokenizer()
+    tokenizer.save_pretrained(folder / "target")
+    write_store(folder / "store", train, validation, info=describe_tokenizer(tokenizer))
     (folder / "train.jsonl").write_text("")
     recipe = folder / "recipe.yaml"
     recipe.write_text(RECIPE)
