@@ -101,7 +101,13 @@ def validate(
     plan = load_plan(recipe, set_)
     with heavy_imports():
         from helixctl.training.validate import run_validation
-    result = run_validation(plan, checkpoint=checkpoint, prompts=prompts)
+    with render.progress("validation") as show_progress:
+        result = run_validation(
+            plan,
+            checkpoint=checkpoint,
+            prompts=prompts,
+            on_progress=lambda what, done, total: show_progress(done, total, what),
+        )
     if as_json:
         render.render_json(result)
     else:
@@ -222,7 +228,7 @@ def _regenerate(plan: Plan) -> None:
     with heavy_imports():
         from helixctl.training.commands import run_regeneration
     with render.progress("answers") as show_progress:
-        result = run_regeneration(plan, lambda now: show_progress(now.num_done, None))
+        result = run_regeneration(plan, show_progress)
     render.render_regeneration(result)
 
 

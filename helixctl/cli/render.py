@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console, RenderableType
 from rich.padding import Padding
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from helixctl.training.results import TrainResult, ValidationResult
 
 WIDTH = 100
+_REDRAW_S = 0.2
 _SEGMENT_STYLES = {"draft": "green", "bonus": "yellow", "prefill": "cyan"}
 
 
@@ -164,19 +166,36 @@ def render_sample(tokens: Sequence[str], mask: Sequence[bool], title: str = "") 
     console.print(Text(f"{sum(mask)} of {len(mask)} tokens are supervised\n", style="dim"))
 
 
-@contextmanager
-def progress(title: str) -> Iterator[Callable[[int, int | None], None]]:
-    """Shows how far a command is; call the function with (done, total or None). Silent where nobody watches."""
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+class ShowProgress(Protocol):
+    """What a long command calls on its way."""
 
-    columns = (TextColumn(title), BarColumn(), TaskProgressColumn(show_speed=False), TimeElapsedColumn())
+    def __call__(self, done: int, total: int | None = None, what: str | None = None) -> None:
+        """Come to ``done`` of ``total``, None where nobody knows; every new ``what`` gets a bar of its own."""
+
+
+@contextmanager
+def progress(title: str) -> Iterator[ShowProgress]:
+    """Shows on stderr how far a command is, a few times a second. Silent where nobody watches."""
+    from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     console = _console(stderr=True)
+    tasks: dict[str, TaskID] = {}
+    shown_at = 0.0
     # No refresh thread of rich's own: threads belong to the engine.
     with Progress(*columns, console=console, auto_refresh=False, disable=not console.is_terminal) as bar:
-        task = bar.add_task(title, total=None)
 
-        def show(done: int, total: int | None = None) -> None:
-            bar.update(task, completed=done, total=total, refresh=True)
+        def show(done: int, total: int | None = None, what: str | None = None) -> None:
+            nonlocal shown_at
+            name = what or title
+            is_new = name not in tasks
+            if is_new:
+                tasks[name] = bar.add_task(name, total=total)
+            now = time.monotonic()
+            # Called once per decoding cycle, whose speed is measured: drawing must not be what is measured.
+            is_due = is_new or done == total or now - shown_at >= _REDRAW_S
+            shown_at = now if is_due else shown_at
+            bar.update(tasks[name], completed=done, total=total, refresh=is_due)
 
         yield show
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 
@@ -208,7 +208,7 @@ def test_prepare_regenerates_first_when_asked(run, recipe, monkeypatch):
     order = []
 
     def run_regeneration(plan, on_progress):
-        on_progress(SimpleNamespace(num_done=1))
+        on_progress(1, 3)
         order.append("regenerate")
         return {"answered": 3}
 
