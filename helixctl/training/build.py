@@ -32,6 +32,7 @@ from helixctl.training.drafter import DrafterStage, Lane, Observer
 from helixctl.training.reduce import ProcessDrafters, Reducer, SingleDrafter
 from helixctl.training.stages import Captured, NumberSource, PostStage, ReaderStage, TargetStage, Work, make_slot
 from helixctl.training.state import TrainState, num_steps
+from helixctl.training.warmup import warm_up_target
 
 WORK_AHEAD = 2
 """Micro-batches that may wait between readers and targets, and between a target and its postprocess thread."""
@@ -98,6 +99,8 @@ class Wires:
     sequence: Sequence
     numbers: NumberSource
     slots: SlotPool[SlotBatch]
+    first_slots: tuple[SlotBatch, ...]
+    """One slot of every drafter."""
     work: Channel[Work]
     captured: tuple[Channel[Captured], ...]
     """Target i to its postprocess thread."""
@@ -108,6 +111,19 @@ class Wires:
     def channels(self) -> tuple[Channel[Any] | OrderedChannel[Any], ...]:
         """All channels, upstream first."""
         return (self.work, *self.captured, self.lanes)
+
+    def lane(self, number: int, control: Control) -> Lane:
+        """What drafter ``number`` needs of them."""
+        return Lane(
+            number=number,
+            inbox=self.lanes,
+            pool=self.slots,
+            slot=self.first_slots[number],
+            reducer=self.reducer,
+            sequence=self.sequence,
+            interrupt=control.interrupt,
+            stop=self.stop,
+        )
 
     def stop(self) -> None:
         """End the stages in front of the drafters without a failure."""
@@ -132,7 +148,7 @@ def build_pipeline(
     loader = make_loader(plan, store, wires.sequence)
     drafters = [
         DrafterStage(
-            Lane(lane, wires.lanes, wires.slots, wires.reducer, wires.sequence, control.interrupt, wires.stop),
+            wires.lane(lane, control),
             plan,
             _builder(plan, targets, lane),
             state.step,
@@ -142,7 +158,7 @@ def build_pipeline(
     ]
     middle: list[Stage] = []
     for i, (device, outbox) in enumerate(zip(plan.target_devices, wires.captured, strict=True)):
-        middle.append(TargetStage(f"target-{i}", _loader(targets, device), wires.work, outbox))
+        middle.append(TargetStage(f"target-{i}", _loader(plan, targets, device), wires.work, outbox))
         middle.append(PostStage(f"target-{i}-post", torch.device(device), outbox, wires.lanes))
     options = plan.recipe.pipeline
     readers = [ReaderStage(f"reader-{i}", wires.numbers, loader, wires.work) for i in range(options.readers)]
@@ -160,12 +176,14 @@ def build_pipeline(
 def _make_wires(plan: Plan, first_step: int) -> Wires:
     sequence = make_sequence(plan)
     first = sequence.first_seq(first_step)
-    slots = _make_slots(plan, first)
+    buffers = [[make_slot_for(plan, torch.device(d)) for _ in range(plan.num_slots)] for d in plan.drafter_devices]
+    slots = SlotPool("slots", buffers, first_seq=first)
     num_targets, num_drafters = len(plan.target_devices), len(plan.drafter_devices)
     return Wires(
         sequence=sequence,
         numbers=NumberSource(first, sequence.total, slots),
         slots=slots,
+        first_slots=tuple(own[0] for own in buffers),
         work=Channel("work", WORK_AHEAD * num_targets, num_senders=plan.recipe.pipeline.readers),
         captured=tuple(Channel(f"target-{i}-out", WORK_AHEAD) for i in range(num_targets)),
         # Room for every slot: targets take work in any order, so none may wait for a number behind its own.
@@ -198,15 +216,13 @@ def make_slot_for(plan: Plan, device: torch.device) -> SlotBatch:
     return make_slot(shape, len(plan.target_layer_ids), plan.target.hidden_size, device, dtype)
 
 
-def _make_slots(plan: Plan, first_seq: int) -> SlotPool[SlotBatch]:
-    slots = [
-        [make_slot_for(plan, torch.device(device)) for _ in range(plan.num_slots)] for device in plan.drafter_devices
-    ]
-    return SlotPool("slots", slots, first_seq=first_seq)
+def _loader(plan: Plan, targets: Targets, device: str) -> Callable[[], Target]:
+    def load() -> Target:
+        target = targets.on(device)
+        warm_up_target(target, plan)
+        return target
 
-
-def _loader(targets: Targets, device: str) -> Callable[[], Target]:
-    return lambda: targets.on(device)
+    return load
 
 
 def _builder(plan: Plan, targets: Targets, lane: int) -> Callable[[], tuple[nn.Module, SharedWeights]]:

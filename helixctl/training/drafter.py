@@ -26,6 +26,7 @@ from helixctl.plan import Plan
 from helixctl.training.optim import StepOutcome, gradients, learning_rate_scale, make_optimizer, take_step
 from helixctl.training.reduce import Reducer
 from helixctl.training.state import num_steps
+from helixctl.training.warmup import compiles, warm_up_drafter
 
 
 class NotFinite(HelixError):
@@ -68,6 +69,8 @@ class Lane:
     number: int
     inbox: OrderedChannel[Handoff[SlotBatch]]
     pool: SlotPool[SlotBatch]
+    slot: SlotBatch
+    """One of the lane's own slots, for the warm-up."""
     reducer: Reducer
     sequence: Sequence
     interrupt: InterruptFlag
@@ -106,6 +109,9 @@ class DrafterStage:
         self._drafter = cast(Drafter, self._model)
         self._optimizer = make_optimizer(self._model, self._plan.recipe.train)
         gradients(self._optimizer)
+        if compiles(self.device):
+            with StreamContext(self.device):
+                warm_up_drafter(self._lane.slot, self._plan, self._practise)
         if self._observer is not None:
             self._observer.restore(self._model, self._optimizer)
 
@@ -127,6 +133,14 @@ class DrafterStage:
                 if self._finish(seq, role) and self._must_stop():
                     lane.stop()
                     return
+
+    def _practise(self) -> None:
+        """One training pass and one validation pass that leave no trace."""
+        self._accumulate(self._lane.slot)
+        self._evaluate(self._lane.slot)
+        for gradient in gradients(self._optimizer):
+            gradient.zero_()
+        self._sums, self._documents = {}, []
 
     def teardown(self) -> None:
         """Nothing outlives the thread."""

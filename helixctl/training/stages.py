@@ -96,7 +96,7 @@ class TargetStage:
         self._target: Target | None = None
 
     def setup(self) -> None:
-        """Load the weights."""
+        """Load the weights, and compile."""
         self._target = self._load()
 
     def run(self) -> None:
