@@ -1,12 +1,15 @@
-"""What all tests share: one computing thread, `gpu` tests skip without a GPU, the folder of shared data."""
+"""What all tests share: one computing thread, `gpu` tests skip without a GPU, shared data, the command line."""
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from tests.cli.runner import Runner
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -39,3 +42,13 @@ def shared_dir() -> Path:
     if not path.is_dir():
         pytest.skip("no folder `shared` beside the checkout")
     return path
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs `helixctl WORDS...`; logging is as before afterwards."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield Runner(monkeypatch, capsys)
+    root.handlers[:], root.level = handlers, level
+    logging.getLogger("helixctl").setLevel(logging.NOTSET)

@@ -1,15 +1,13 @@
-"""The command line, a small target on disk, and a recipe for it."""
+"""A small target on disk, and a recipe for it."""
 
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 
 import pytest
 
 from helixctl.plugins import DRAFTERS, plugin_names
-from tests.cli.runner import Runner
 
 CONFIG = {
     "model_type": "llama",
@@ -42,16 +40,6 @@ drafter:
 train:
   steps: 100
 """
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """Runs `helixctl WORDS...`; logging is as before afterwards."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield Runner(monkeypatch, capsys)
-    root.handlers[:], root.level = handlers, level
-    logging.getLogger("helixctl").setLevel(logging.NOTSET)
 
 
 @pytest.fixture
