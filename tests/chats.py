@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from helixctl.data.prepare import prepare
+from helixctl.recipe.load import load_recipe
 from tests.data import templates
 from tests.tiny import save_tiny, tiny_llama
 
@@ -85,4 +87,10 @@ def make_chat_world(folder: Path) -> Path:
     write_jsonl(folder / "data" / "train.jsonl", conversations(40))
     recipe = folder / "recipe.yaml"
     recipe.write_text(RECIPE, encoding="utf-8")
+    return recipe
+
+
+def prepare_world(recipe: Path) -> Path:
+    """Prepare the recipe's store; returns the recipe."""
+    prepare(load_recipe(recipe))
     return recipe
