@@ -65,7 +65,8 @@ def read_prompts(path: Path) -> Iterator[Prompt | BadPrompt]:
                 if line.strip():
                     yield replace(_parse(line), line=number)
     except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read the prompts {path}: {error}", fix="give a JSONL file in UTF-8") from error
+        reason = (isinstance(error, OSError) and error.strerror) or error
+        raise DataError(f"cannot read the prompts {path}: {reason}", fix="give a JSONL file in UTF-8") from error
 
 
 def _parse(line: str) -> Prompt | BadPrompt:
