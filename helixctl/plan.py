@@ -201,12 +201,13 @@ def _target_layer_ids(drafter: DrafterOptions, target: TargetFacts) -> tuple[tup
         message = f"would be {num_taps}, but the target has only {target.num_layers} layers"
         return (), [Problem("drafter.num_taps", message, fix=f"set drafter.num_taps to {target.num_layers} or less")]
     key, proper = "drafter.target_layer_ids", sorted({i for i in ids if i <= last})
-    fix = f"use {proper}" if proper else f"use {list(default_target_layer_ids(target.num_layers, 1))}"
+    even = default_target_layer_ids(target.num_layers, min(max(len(ids), 1), target.num_layers))
+    instead, fix = f"use {list(even)}, or leave it out", f"use {proper}"
     message = f"is {list(ids)}, but "
     if not ids:
-        return ids, [Problem(key, "is empty", fix=fix)]
+        return ids, [Problem(key, "is empty", fix=instead)]
     if max(ids) > last:
-        return ids, [Problem(key, f"{message}the target's layers are 0 to {last}", fix=fix)]
+        return ids, [Problem(key, f"{message}the target's layers are 0 to {last}", fix=instead)]
     if len(set(ids)) < len(ids):
         return ids, [Problem(key, f"{message}every layer is tapped once", fix=fix)]
     if list(ids) != proper:

@@ -102,10 +102,12 @@ def parse_json(piece: Piece) -> Any:
         DataError: it is not JSON; names file and line.
     """
     try:
-        return json.loads(piece.raw)
+        return json.loads(piece.raw.strip())
     except (ValueError, RecursionError) as error:
         fix = "one JSON object per line is wanted; correct or remove this line"
-        raise DataError(f"{piece.where}: not JSON: {error}", fix=fix) from error
+        # The decoder's own text counts lines too, and here there is one.
+        reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+        raise DataError(f"{piece.where}: not JSON: {reason}", fix=fix) from error
 
 
 def _find_files(path: Path, suffixes: tuple[str, ...]) -> list[Path]:

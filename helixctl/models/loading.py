@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from helixctl.errors import ModelError
@@ -67,6 +68,9 @@ def load_model(options: TargetOptions, facts: TargetFacts, dtype: torch.dtype) -
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(f"cannot load target {options.model}: {error}", fix=_fix(options)) from error
+    except (RuntimeError, SafetensorError) as error:  # of other sizes than config.json says, or cut off
+        fix = "download the weights again"
+        raise ModelError(f"cannot load the weights of target {options.model}: {error}", fix=fix) from error
     if ours and not getattr(model, "_supports_attention_backend", False):
         raise ModelError(
             f"{type(model).__name__} has attention code of its own, which cannot keep packed documents apart",

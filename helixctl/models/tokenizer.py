@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from helixctl.errors import ModelError
@@ -19,7 +20,12 @@ def load_tokenizer(options: TargetOptions) -> Any:
     try:
         return transformers.AutoTokenizer.from_pretrained(options.model, trust_remote_code=options.trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ModelError(
-            f"cannot load the tokenizer of {options.model}: {error}",
-            fix="target.model must be a folder with tokenizer.json, or a hub name",
-        ) from error
+        folder = Path(options.model)
+        if not folder.is_dir():
+            text = f"target.model {options.model!r} is no folder, and the hub gives no tokenizer of that name"
+            raise ModelError(text, fix="check the path, or download the model and name its folder") from error
+        if not (folder / "tokenizer.json").is_file():
+            fix = "copy the tokenizer's files of the original model beside the weights"
+            raise ModelError(f"{folder} has no tokenizer.json", fix=fix) from error
+        text = f"cannot load the tokenizer of {folder}: {error}"
+        raise ModelError(text, fix="download the model's tokenizer files again") from error

@@ -64,6 +64,11 @@ class Recorder:
         """The folder of the run's checkpoints."""
         return self._plan.recipe.run.dir / "checkpoints"
 
+    @property
+    def failed_writes(self) -> dict[str, int]:
+        """Metrics that a sink could not take, by sink; only sinks that failed."""
+        return {f"metrics not written, {name}": count for name, count in self._sinks.failures.items() if count}
+
     def restore(self, model: nn.Module, optimizer: torch.optim.AdamW) -> None:
         """Put the checkpoint's tensors into the model and the optimizer, bit for bit."""
         if self.last_checkpoint is None:

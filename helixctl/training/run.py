@@ -15,7 +15,7 @@ from helixctl.data.fingerprint import check_tokenizer, load_fast_tokenizer
 from helixctl.data.store import Store
 from helixctl.engine.interrupt import InterruptFlag
 from helixctl.engine.supervisor import Progress
-from helixctl.errors import Interrupted
+from helixctl.errors import Interrupted, UsageError
 from helixctl.metrics.sink import SinkGroup, open_sinks
 from helixctl.models.tokenizer import load_tokenizer
 from helixctl.plan import Plan
@@ -47,11 +47,21 @@ def run_training(plan: Plan, *, resume: bool = False) -> TrainResult:
         state = _state(plan, store, found.path if found else None)
         write_json(run_dir / "plan.json", plan.to_json())
         write_text(run_dir / "recipe.yaml", dump_recipe(plan.recipe))
-        sinks = open_sinks(plan.recipe.metrics.sinks, run_dir, num_steps(plan), state.step if found else None)
+        sinks = _open_sinks(plan, run_dir, state.step if found else None)
         try:
             return _run(plan, store, state, sinks, Control(interrupt, Progress()), found.path if found else None)
         finally:
             sinks.close()
+
+
+def _open_sinks(plan: Plan, run_dir: Path, resume_step: int | None) -> SinkGroup:
+    try:
+        return open_sinks(plan.recipe.metrics.sinks, run_dir, num_steps(plan), resume_step)
+    except OSError as error:
+        raise UsageError(
+            f"metrics cannot be written to {run_dir}: {error.strerror or error}",
+            fix="make it writable, or choose another folder: --set run.dir=...",
+        ) from error
 
 
 def _run(
@@ -119,7 +129,7 @@ def _finish(plan: Plan, store: Store, recorder: Recorder, state: TrainState, pip
         best_step=state.best_step,
         checkpoint=str(recorder.last_checkpoint) if recorder.last_checkpoint else None,
         peak_memory_bytes=_peak_memory(plan),
-        accounting=_accounting(store, state, pipeline),
+        accounting={**_accounting(store, state, pipeline), **recorder.failed_writes},
         pipeline=_waits(pipeline),
     )
     write_json(plan.recipe.run.dir / "result.json", dataclasses.asdict(result))

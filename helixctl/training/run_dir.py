@@ -26,11 +26,12 @@ def claimed_run_dir(path: Path) -> Iterator[Path]:
     pid_file = path / "run.pid"
     try:
         path.mkdir(parents=True, exist_ok=True)
+        (path / "checkpoints").mkdir(exist_ok=True)  # what fails here would fail hours later
         _refuse_live_owner(pid_file)
         pid_file.write_text(f"{os.getpid()}\n", encoding="ascii")
     except OSError as error:
         raise UsageError(
-            f"run.dir {path} cannot be written: {error.strerror or error}",
+            f"run.dir cannot be written: {error.filename or path}: {error.strerror or error}",
             fix="choose another folder: --set run.dir=...",
         ) from error
     try:
@@ -57,10 +58,7 @@ def find_resume_point(path: Path, resume: bool) -> Latest | None:
         return None
     found = latest_checkpoint(root)
     if found.path is None:
-        reasons = "; ".join(f"{s.path.name}: {s.reason}" for s in found.skipped)
-        raise CheckpointError(
-            f"no checkpoint in {root} is whole: {reasons}", fix=f"delete {root} to begin again, or restore a copy"
-        )
+        raise _none_is_whole(root, found)
     return found
 
 
@@ -80,10 +78,18 @@ def choose_checkpoint(run_dir: Path, asked: Path | None) -> Path:
     best = read_best(root) if root.exists() else None
     if best is not None and checkpoint_path(root, best.step).is_dir():
         return checkpoint_path(root, best.step)
-    newest = latest_checkpoint(root).path if root.exists() else None
-    if newest is None:
+    newest = latest_checkpoint(root) if root.exists() else None
+    if newest is None or not (newest.path or newest.skipped):
         raise CheckpointError(f"{run_dir} holds no checkpoint", fix="run `helixctl train` first, or give --checkpoint")
-    return newest
+    if newest.path is None:
+        raise _none_is_whole(root, newest)
+    return newest.path
+
+
+def _none_is_whole(root: Path, found: Latest) -> CheckpointError:
+    reasons = "; ".join(s.reason if str(s.path) in s.reason else f"{s.path}: {s.reason}" for s in found.skipped)
+    fix = f"delete {root} to begin again, or restore a copy"
+    return CheckpointError(f"no checkpoint in {root} is whole: {reasons}", fix=fix)
 
 
 def _refuse_live_owner(pid_file: Path) -> None:
