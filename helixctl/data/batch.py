@@ -5,6 +5,7 @@ Legend: R rows, S tokens per row (``seq_len``), A anchors per row (``num_anchors
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -40,6 +41,36 @@ class MicroBatch:
     def num_tokens(self) -> int:
         """Real tokens, padding excluded."""
         return sum(end - start for row in self.spans for start, end in row)
+
+
+def make_document_batch(
+    input_ids: Tensor, loss_mask: Tensor | None = None, anchors: Sequence[int] = (), num_anchors: int = 1
+) -> MicroBatch:
+    """A micro-batch of one row that holds one document, outside of any run.
+
+    Args:
+        input_ids: [S] int64.
+        loss_mask: [S] bool; None supervises everything.
+        anchors: sorted positions, at most ``num_anchors``.
+        num_anchors: A.
+    """
+    length, used = len(input_ids), len(anchors)
+    places = torch.zeros((1, num_anchors), dtype=torch.int64)
+    places[0, :used] = torch.tensor(anchors, dtype=torch.int64)
+    return MicroBatch(
+        seq=0,
+        role="validation",
+        index=0,
+        epoch=0,
+        input_ids=input_ids[None],
+        position_ids=torch.arange(length)[None],
+        document_ids=torch.zeros((1, length), dtype=torch.int32),
+        loss_mask=torch.ones((1, length), dtype=torch.bool) if loss_mask is None else loss_mask[None],
+        anchors=places,
+        anchor_valid=(torch.arange(num_anchors) < used)[None],
+        documents=((0,),),
+        spans=(((0, length),),),
+    )
 
 
 @dataclass

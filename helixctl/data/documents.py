@@ -69,7 +69,7 @@ class DocumentMaker:
             detail = f"{int(mask.sum())} of {ids.size} tokens supervised, no two in a row: {str(text)[:200]!r}"
             return Bad("no_anchor", record.where, detail)
         digest = content_digest(record)
-        split: SplitName = "validation" if held_out or self._is_held_out(digest) else "train"
+        split: SplitName = "validation" if held_out or self._is_held_out(prompt_digest(record)) else "train"
         prompt = self._prompt(record, ids) if split == "validation" else None
         return Document(ids, mask, digest, split, prompt, templated=isinstance(record, Chat))
 
@@ -97,7 +97,7 @@ class DocumentMaker:
 
     def _prompt(self, record: Chat | Text | Tokens, ids: NDArray[np.uint32]) -> dict[str, Any] | None:
         if isinstance(record, Chat):
-            first = next(i for i, message in enumerate(record.messages) if message["role"] == "assistant")
+            first = _first_answer(record)
             tools = {"tools": record.tools} if record.tools else {}
             return {"messages": record.messages[:first], **tools} if first else None
         if isinstance(record, Text):
@@ -117,6 +117,21 @@ def content_digest(record: Chat | Text | Tokens) -> bytes:
     else:
         content = ["tokens", list(record.input_ids), [int(m) for m in record.loss_mask]]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).digest()
+
+
+def prompt_digest(record: Chat | Text | Tokens) -> bytes:
+    """sha256 of what decides the split: of a chat the turns before the first answer, else the whole content.
+
+    Several answers to one prompt go to one split, so a held-out prompt was never seen in training.
+    """
+    if not isinstance(record, Chat):
+        return content_digest(record)
+    prompt = record.messages[: _first_answer(record)]
+    return hashlib.sha256(json.dumps(["chat", prompt, record.tools], sort_keys=True).encode()).digest()
+
+
+def _first_answer(record: Chat) -> int:
+    return next(i for i, message in enumerate(record.messages) if message["role"] == "assistant")
 
 
 def hash_fraction(digest: bytes, draw: int) -> float:

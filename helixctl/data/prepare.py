@@ -7,11 +7,14 @@ duplicates and 32 per document of the held-out sources that keep these out of tr
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -171,6 +174,7 @@ class _Tally:
         self._sources = sources
         self._held_out: set[bytes] = set()
         self._hashes = array("Q")
+        self._prompts: set[bytes] = set()
         self._examples: dict[str, dict[str, str]] = {}
         """By reason: different details, each with the place where it was met first."""
 
@@ -218,7 +222,7 @@ class _Tally:
             return self._drop(source, "sampled_out")
         index = self._writer.add(document.split, document.input_ids, document.loss_mask, copies=copies)
         if document.prompt is not None:
-            self._writer.add_prompt({"index": index, **document.prompt})
+            self._add_prompt(index, document.prompt)
         self._hashes.append(int.from_bytes(document.digest[:8], "big"))
         source.kept += 1
         source.repeats += copies - 1
@@ -227,6 +231,13 @@ class _Tally:
             source.supervised += int(document.loss_mask.sum())
             source.first = source.first or document
         return None
+
+    def _add_prompt(self, index: int, prompt: dict[str, Any]) -> None:
+        """Several answers to one held-out prompt make one prompt of live decoding."""
+        digest = hashlib.sha256(json.dumps(prompt, sort_keys=True).encode()).digest()
+        if digest not in self._prompts:
+            self._prompts.add(digest)
+            self._writer.add_prompt({"index": index, **prompt})
 
     def _drop(self, source: _Source, reason: str, example: Bad | None = None) -> None:
         source.dropped[reason] += 1

@@ -10,7 +10,7 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -85,7 +85,10 @@ class RegenerateProgress:
 
 @dataclass(frozen=True)
 class RegenerateResult:
-    """The account: read == answered + resumed + duplicates + sum(errors)."""
+    """The account: read == answered + resumed + duplicates + sum(errors).
+
+    With further samples a prompt counts once for each of its answers.
+    """
 
     read: int
     answered: int
@@ -143,8 +146,10 @@ def regenerate(
     started_at = time.monotonic()
     account = _Account()
     with AnswerFile(job.output, _fingerprint(tokenizer, job)) as answers:
-        for batch in _batches(_wanted(tokenizer, job, answers, account), job.options):
-            _answer(target, tokenizer, job, batch, _Sink(answers, account, on_progress))
+        earlier = dict(answers.finish_reasons)
+        for draw in _draws(job):
+            for batch in _batches(_wanted(tokenizer, draw, earlier, account), job.options):
+                _answer(target, tokenizer, draw, batch, _Sink(answers, account, on_progress))
     assert account.read == account.done, account
     return RegenerateResult(
         read=account.read,
@@ -159,24 +164,46 @@ def regenerate(
     )
 
 
+@dataclass(frozen=True)
+class _Draw:
+    """One answer to every prompt."""
+
+    job: RegenerateJob
+    number: int
+    """0 is the answer at the job's own temperature, the others are further samples."""
+
+    @property
+    def temperature(self) -> float:
+        options = self.job.options
+        return options.sample_temperature if self.number else options.temperature
+
+    def hash_of(self, prompt: Prompt) -> str:
+        """Names the answer in the file: the prompt's own hash for number 0."""
+        return f"{prompt.hash}-{self.number}" if self.number else prompt.hash
+
+
+def _draws(job: RegenerateJob) -> list[_Draw]:
+    return [_Draw(job, number) for number in range(1 + job.options.samples)]
+
+
 def _fingerprint(tokenizer: ChatTokenizer, job: RegenerateJob) -> str:
-    """Of everything that an answer depends on beside the prompt, as far as the user can set it."""
+    """Of everything that an answer depends on beside prompt and number, as far as the user can set it."""
     options = job.options
-    seed = job.seed if options.temperature > 0 else None
+    drawn = options.temperature > 0 or options.samples > 0
+    seed = [job.seed, options.sample_temperature] if drawn else None
     facts = [job.model, tokenizer.chat_template, options.max_new_tokens, options.temperature, seed]
     return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:16]
 
 
-def _wanted(tokenizer: ChatTokenizer, job: RegenerateJob, answers: AnswerFile, account: _Account) -> Iterator[Encoded]:
-    """Prompts that have no answer yet, as token ids; all others are counted here."""
-    earlier = dict(answers.finish_reasons)
-    seen: set[str] = set()
+def _wanted(tokenizer: ChatTokenizer, draw: _Draw, earlier: Mapping[str, str], account: _Account) -> Iterator[Encoded]:
+    """Prompts that have no answer of this draw yet, as token ids; all others are counted here."""
+    job, seen = draw.job, set[str]()
     for prompt in read_prompts(job.prompts):
         account.read += 1
         if isinstance(prompt, BadPrompt):
             account.errors[prompt.reason] += 1
             continue
-        prompt_hash = prompt.hash
+        prompt_hash = draw.hash_of(prompt)
         if prompt_hash in seen:
             account.duplicates += 1
             continue
@@ -241,10 +268,9 @@ class _Sink:
             self.on_progress(RegenerateProgress(self.account.read, self.account.done, tokens))
 
 
-def _answer(
-    target: DecodeTarget, tokenizer: ChatTokenizer, job: RegenerateJob, batch: list[Encoded], sink: _Sink
-) -> None:
+def _answer(target: DecodeTarget, tokenizer: ChatTokenizer, draw: _Draw, batch: list[Encoded], sink: _Sink) -> None:
     """Decode some prompts and write every answer when it is finished."""
+    job = draw.job
     longest = max(len(ids) for _, ids in batch) + job.options.max_new_tokens
     stop_ids = job.stop_ids if tokenizer.eos_token_id is None else job.stop_ids | {tokenizer.eos_token_id}
     options = DecodeOptions(
@@ -252,19 +278,20 @@ def _answer(
         stop_ids=stop_ids,
         batch_size=max(1, min(job.options.batch_size, CACHE_TOKENS // longest)),
         max_len=job.max_len,
-        temperature=job.options.temperature,
-        seed=job.seed,
+        temperature=draw.temperature,
+        seed=job.seed + draw.number,
     )
     tokens_before = sink.account.tokens
     stream = stream_plain(
         target, [ids for _, ids in batch], options, on_progress=lambda progress: sink.tell(progress, tokens_before)
     )
     for index, decoded in stream:
-        _write(tokenizer, batch[index][0], decoded, sink)
+        prompt = batch[index][0]
+        _write(tokenizer, prompt, draw.hash_of(prompt), decoded, sink)
     sink.tell(None, tokens_before)
 
 
-def _write(tokenizer: ChatTokenizer, prompt: Prompt, decoded: Decoded, sink: _Sink) -> None:
+def _write(tokenizer: ChatTokenizer, prompt: Prompt, prompt_hash: str, decoded: Decoded, sink: _Sink) -> None:
     account = sink.account
     account.tokens += len(decoded.tokens)
     text = _text(tokenizer, decoded)
@@ -272,7 +299,7 @@ def _write(tokenizer: ChatTokenizer, prompt: Prompt, decoded: Decoded, sink: _Si
         account.errors["empty_answer"] += 1
         return
     answer = {"role": "assistant", "content": text}
-    sink.answers.append([*prompt.messages, answer], decoded.finish, prompt.hash, prompt.carried)
+    sink.answers.append([*prompt.messages, answer], decoded.finish, prompt_hash, prompt.carried)
     account.answered += 1
     account.finish[decoded.finish] += 1
 

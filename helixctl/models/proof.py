@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from helixctl.data.batch import MicroBatch
+from helixctl.data.batch import make_document_batch
 from helixctl.models.target import Target
 
 
@@ -41,7 +41,7 @@ class CaptureProof:
 @torch.no_grad()
 def prove_capture(target: Target, input_ids: Tensor) -> CaptureProof:
     """Run one document of token ids [S] (CPU, int64) both ways. Not while other threads use the target."""
-    *states, last = target.features(_one_document(input_ids), last_hidden=True)
+    *states, last = target.features(make_document_batch(input_ids), last_hidden=True)
     config = target.model.config.get_text_config()
     implementation = config._attn_implementation
     target.model.set_attn_implementation("eager")
@@ -68,22 +68,3 @@ def _error(found: Tensor, wanted: Tensor) -> float:
     found, wanted = found.float().flatten(0, -2), wanted.float().flatten(0, -2)  # [tokens, H or V]
     size = wanted.square().mean(0).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
     return float(((found - wanted).square().mean(0).sqrt() / size).median())
-
-
-def _one_document(input_ids: Tensor) -> MicroBatch:
-    length = len(input_ids)
-    nothing = torch.zeros(1, 1, dtype=torch.int64)
-    return MicroBatch(
-        seq=0,
-        role="validation",
-        index=0,
-        epoch=0,
-        input_ids=input_ids[None],
-        position_ids=torch.arange(length)[None],
-        document_ids=torch.zeros(1, length, dtype=torch.int32),
-        loss_mask=torch.ones(1, length, dtype=torch.bool),
-        anchors=nothing,
-        anchor_valid=nothing.bool(),
-        documents=((0,),),
-        spans=(((0, length),),),
-    )

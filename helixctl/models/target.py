@@ -85,6 +85,12 @@ class Target:
         model = loading.load_model(options, facts, dtype).to(device)
         return cls(model, facts, taps, backend, device)
 
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers, in order."""
+        found: nn.ModuleList = self._decoder.layers
+        return found
+
     @torch.no_grad()
     def features(self, batch: MicroBatch, *, last_hidden: bool = False) -> list[Tensor]:
         """Outputs of the tapped layers for packed rows, documents kept apart.

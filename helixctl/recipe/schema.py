@@ -45,6 +45,9 @@ class TargetOptions(Section):
     """How packed documents are kept apart: a call per document, compiled flex_attention, or one dense mask (slow)."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Compile the target's packed attention (flex), on a GPU only; off: segments there too."""
+    feature_cache_mib: NonNegativeInt = 0
+    """Memory for features of documents already seen, per target loop: a set that fits needs one target pass. They are
+    then computed one document at a time. 0 computes them anew for every row."""
     trust_remote_code: bool = False
     """Run Python code that the checkpoint brings along."""
 
@@ -66,7 +69,7 @@ class HeldOutOptions(Section):
     """Documents kept for validation."""
 
     fraction: Fraction = 0.01
-    """Share of conversations, chosen by a hash of their content."""
+    """Share of conversations, chosen by a hash of their prompt: all answers to one prompt go to one split."""
     sources: tuple[SourceOptions, ...] = ()
     """Files used for validation only, in addition to the share."""
 
@@ -82,6 +85,10 @@ class RegenerateOptions(Section):
     """Prompts decoded together."""
     temperature: NonNegativeFloat = 0.0
     """0 is greedy."""
+    samples: NonNegativeInt = 0
+    """Further answers to every prompt, drawn at `sample_temperature`: more of the target's own text to learn from."""
+    sample_temperature: PositiveFloat = 0.7
+    """Temperature of the further answers."""
 
 
 class DataOptions(Section):

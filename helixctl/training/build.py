@@ -29,6 +29,7 @@ from helixctl.models.target import Target
 from helixctl.plan import Plan
 from helixctl.plugins import DRAFTERS, load_plugin
 from helixctl.training.drafter import DrafterStage, Lane, Observer
+from helixctl.training.feature_cache import CachedFeatures, FeatureSource
 from helixctl.training.reduce import ProcessDrafters, Reducer, SingleDrafter
 from helixctl.training.stages import Captured, NumberSource, PostStage, ReaderStage, TargetStage, Work, make_slot
 from helixctl.training.state import TrainState, num_steps
@@ -53,11 +54,14 @@ class Targets:
                 self._loaded[device] = load_target(self._plan, device)
             return self._loaded[device]
 
+    def nearest(self, device: str) -> Target:
+        """The target on ``device`` where one runs there, else the first."""
+        return self.on(device if device in self._plan.target_devices else self._plan.target_devices[0])
+
     def shared_on(self, device: str) -> SharedWeights:
         """Embedding, head and final norm on ``device``; the target's own tensors where it lives there."""
-        if device in self._plan.target_devices:
-            return self.on(device).shared
-        return self.on(self._plan.target_devices[0]).shared.to(torch.device(device))
+        target = self.nearest(device)
+        return target.shared if target.device == torch.device(device) else target.shared.to(torch.device(device))
 
 
 def load_target(plan: Plan, device: str, dtype: str | None = None) -> Target:
@@ -216,15 +220,24 @@ def make_slot_for(plan: Plan, device: torch.device) -> SlotBatch:
     return make_slot(shape, len(plan.target_layer_ids), plan.target.hidden_size, device, dtype)
 
 
-def _loader(plan: Plan, targets: Targets, device: str) -> Callable[[], Target]:
-    def load() -> Target:
+def _loader(plan: Plan, targets: Targets, device: str) -> Callable[[], FeatureSource]:
+    def load() -> FeatureSource:
         target = targets.on(device)
         warm_up_target(target, plan)
-        return target
+        cache_mib = plan.recipe.target.feature_cache_mib
+        return CachedFeatures(target, cache_mib << 20) if cache_mib else target
 
     return load
 
 
 def _builder(plan: Plan, targets: Targets, lane: int) -> Callable[[], tuple[nn.Module, SharedWeights]]:
     device = plan.drafter_devices[lane]
-    return lambda: (build_drafter(plan, torch.device(device)), targets.shared_on(device))
+
+    def build() -> tuple[nn.Module, SharedWeights]:
+        shared = targets.shared_on(device)
+        model = build_drafter(plan, torch.device(device))
+        plugin: Any = drafter_plugin(plan)
+        plugin.initialise(model, targets.nearest(device).layers, shared)
+        return model, shared
+
+    return build

@@ -16,8 +16,8 @@ from helixctl.errors import Problem, RecipeError, UsageError
 from helixctl.models.tokenizer import load_tokenizer
 from helixctl.plan import Plan
 from helixctl.training.build import load_target
+from helixctl.training.process import set_up_process
 from helixctl.training.restore import load_trained
-from helixctl.training.run import use_threads
 from helixctl.training.run_dir import choose_checkpoint
 
 
@@ -63,7 +63,7 @@ def run_regeneration(
         raise RecipeError([Problem("data.train[0].format", "answers are written as chats", fix=fix)])
     if plan.target.recurrent:
         raise UsageError(f"{plan.target.model_type} targets cannot be decoded yet", fix="write the answers elsewhere")
-    use_threads(plan)
+    set_up_process(plan)
     job = RegenerateJob(
         prompts=data.regenerate.prompts,
         output=data.train[0].path,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from helixctl.data.batch import MicroBatch, SlotBatch
+from helixctl.data.batch import MicroBatch, SlotBatch, make_document_batch
 from helixctl.models.proof import prove_capture
 from helixctl.models.shared import SharedWeights
 from helixctl.models.target import Target
@@ -111,20 +111,4 @@ def one_document(ids: list[int], mask: list[bool], num_anchors: int) -> MicroBat
     """A micro-batch of one row with one document, anchors spread evenly over its eligible positions."""
     eligible = [i for i in range(len(ids) - 1) if mask[i] and mask[i + 1]]
     chosen = sorted({eligible[i * len(eligible) // num_anchors] for i in range(num_anchors)})
-    anchors = torch.zeros((1, num_anchors), dtype=torch.int64)
-    anchors[0, : len(chosen)] = torch.tensor(chosen)
-    length = len(ids)
-    return MicroBatch(
-        seq=0,
-        role="validation",
-        index=0,
-        epoch=0,
-        input_ids=torch.tensor([ids]),
-        position_ids=torch.arange(length)[None],
-        document_ids=torch.zeros((1, length), dtype=torch.int32),
-        loss_mask=torch.tensor([mask]),
-        anchors=anchors,
-        anchor_valid=(torch.arange(num_anchors) < len(chosen))[None],
-        documents=((0,),),
-        spans=(((0, length),),),
-    )
+    return make_document_batch(torch.tensor(ids), torch.tensor(mask), chosen, num_anchors)

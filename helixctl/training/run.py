@@ -22,6 +22,7 @@ from helixctl.plan import Plan
 from helixctl.recipe.load import dump_recipe
 from helixctl.training.build import Control, Pipeline, Targets, build_pipeline
 from helixctl.training.live import LiveDecoder, decode_options, held_out_prompts
+from helixctl.training.process import set_up_process
 from helixctl.training.recorder import Recorder
 from helixctl.training.results import TrainResult
 from helixctl.training.run_dir import claimed_run_dir, find_resume_point
@@ -40,7 +41,7 @@ def run_training(plan: Plan, *, resume: bool = False) -> TrainResult:
     """
     store = Store.open(plan.recipe.data.store)
     check_tokenizer(store, load_fast_tokenizer(plan.recipe.target))
-    use_threads(plan)
+    set_up_process(plan)
     with claimed_run_dir(plan.recipe.run.dir) as run_dir, InterruptFlag() as interrupt:
         remove_leftovers(run_dir / "checkpoints")
         found = find_resume_point(run_dir, resume)
@@ -105,14 +106,6 @@ def _live(plan: Plan, store: Store, targets: Targets, control: Control) -> LiveD
     options = decode_options(plan, tokenizer)
     prompts = held_out_prompts(store, tokenizer, limit, options.max_len)
     return LiveDecoder(plan, targets, prompts, options, control) if prompts else None
-
-
-def use_threads(plan: Plan) -> None:
-    """Set before any stage starts: threads inherit it, and a change later would recompile."""
-    if plan.threads:
-        torch.set_num_threads(plan.threads)
-    if plan.recipe.run.deterministic:
-        torch.use_deterministic_algorithms(True)
 
 
 def _finish(plan: Plan, store: Store, recorder: Recorder, state: TrainState, pipeline: Pipeline) -> TrainResult:

@@ -20,7 +20,7 @@ from helixctl.data.loader import BatchLoader
 from helixctl.engine.channel import Channel, OrderedChannel
 from helixctl.engine.slots import SlotPool
 from helixctl.engine.streams import Handoff, StreamContext
-from helixctl.models.target import Target
+from helixctl.training.feature_cache import FeatureSource
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,14 @@ class ReaderStage:
 class TargetStage:
     """Runs the frozen target up to its last tap, in its own stream."""
 
-    def __init__(self, name: str, load: Callable[[], Target], inbox: Channel[Work], outbox: Channel[Captured]) -> None:
+    def __init__(
+        self, name: str, load: Callable[[], FeatureSource], inbox: Channel[Work], outbox: Channel[Captured]
+    ) -> None:
         self.name = name
         self._load = load
         self._inbox = inbox
         self._outbox = outbox
-        self._target: Target | None = None
+        self._target: FeatureSource | None = None
 
     def setup(self) -> None:
         """Load the weights, and compile."""

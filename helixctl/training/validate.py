@@ -31,10 +31,10 @@ from helixctl.training.live import (
     make_policy,
     prompts_from_file,
 )
+from helixctl.training.process import set_up_process
 from helixctl.training.proofs import MAX_TOKENS, prove
 from helixctl.training.restore import load_trained
 from helixctl.training.results import GreedyCheck, PromptResult, Segment, ValidationResult
-from helixctl.training.run import use_threads
 from helixctl.training.run_dir import choose_checkpoint
 from helixctl.training.stages import fill_slot
 
@@ -141,7 +141,7 @@ def run_validation(
     check_tokenizer(store, tokenizer)
     options = decode_options(plan, tokenizer)
     asked = _prompts(plan, store, tokenizer, prompts, options.max_len)
-    use_threads(plan)
+    set_up_process(plan)
     validator = Validator(plan, store, path, on_progress)
     target = load_target(plan, plan.target_devices[0])
     held_out = validator.held_out(target)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Self
 
-from pydantic import PositiveFloat, PositiveInt, model_validator
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from helixctl.errors import ModelError
 from helixctl.recipe.schema import DrafterOptions, Section
@@ -44,6 +44,9 @@ class Options(DrafterOptions):
     """Width of a head; null: the target's."""
     intermediate_size: PositiveInt | None = None
     """Width of the MLP; null: the target's."""
+    init_layers: tuple[NonNegativeInt, ...] | None = None
+    """Target layers, one per drafter layer, whose weights the drafter starts from; null: random weights. Needs the
+    target's own head and MLP sizes. Helps most where documents are few."""
     rope_theta: PositiveFloat | None = None
     """Rotary base; null: the target's. Scaling of the target's rotary positions is never inherited."""
     rms_norm_eps: PositiveFloat | None = None
@@ -58,6 +61,8 @@ class Options(DrafterOptions):
     def _check_heads(self) -> Self:
         if self.head_dim is not None and self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary positions, not {self.head_dim}")
+        if self.init_layers is not None and len(self.init_layers) != self.num_layers:
+            raise ValueError(f"init_layers names {len(self.init_layers)} layers, num_layers is {self.num_layers}")
         if self.num_heads and self.num_kv_heads and self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
         return self

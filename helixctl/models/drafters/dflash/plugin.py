@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from helixctl.errors import CheckpointError
+from helixctl.models.drafters.dflash.initial import copy_target_layers
 from helixctl.models.drafters.dflash.model import DFlashDraftModel
 from helixctl.models.drafters.dflash.options import Options, Shape, make_shape
 from helixctl.models.drafters.dflash.policy import DFlashPolicy
@@ -36,6 +37,17 @@ def build(options: Options, facts: TargetFacts, taps: Sequence[int], seed: int) 
             else:
                 parameter.fill_(1.0)
     return model
+
+
+def initialise(model: nn.Module, layers: Sequence[nn.Module], shared: SharedWeights) -> None:
+    """Start from the target's ``layers`` where the options ask for it; nothing else needs the target.
+
+    Raises:
+        ModelError: the target's layers have other parts or sizes.
+    """
+    assert isinstance(model, DFlashDraftModel)
+    if model.options.init_layers is not None:
+        copy_target_layers(model, model.options.init_layers, layers, shared)
 
 
 def policy(model: nn.Module, shared: SharedWeights) -> DFlashPolicy:
