@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import dataclass, replace
 
 import pytest
+from rich.console import Console
 
 from helixctl.cli import render
 from helixctl.cli.tables import memory_table, train_rows
@@ -138,3 +140,17 @@ def test_progress_is_silent_in_a_pipe(capsys):
     with render.progress("work") as show:
         show(1, 10)
     assert capsys.readouterr().err.strip() == ""
+
+
+def test_progress_shows_every_part_of_the_work_and_draws_seldom(monkeypatch):
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=100)
+    monkeypatch.setattr(render, "_console", lambda **_: console)
+    with render.progress("work") as show:
+        for done in range(1000):
+            show(done, 1000, "plain decoding")
+        show(1000, 1000, "plain decoding")
+        show(3, 3, "held-out rows")
+    text = screen.getvalue()
+    assert "plain decoding" in text and "held-out rows" in text and "100%" in text
+    assert text.count("plain decoding") < 30
