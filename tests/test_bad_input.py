@@ -16,7 +16,7 @@ from tests.cli.runner import Done, Runner
 from tests.data import templates
 from tests.training.worlds import make_world_plan
 
-Spoil = Callable[[Path], None]
+Spoil = Callable[[Path], object]
 
 
 @pytest.fixture(scope="module")
@@ -111,9 +111,7 @@ def nothing(world: Path) -> None:
 
 PREPARE = {
     "missing file": Case("prepare", lambda w: (w / "data/train.jsonl").unlink(), 1, ("data/train.jsonl", "no file")),
-    "empty file": Case(
-        "prepare", lambda w: write_jsonl(w / "data/train.jsonl", []) and None, 1, ("train.jsonl is empty",)
-    ),
+    "empty file": Case("prepare", lambda w: write_jsonl(w / "data/train.jsonl", []), 1, ("train.jsonl is empty",)),
     "broken JSON": Case("prepare", set_line(7, '{"messages": [{"role": "user", '), 1, ("train.jsonl:7", "not JSON")),
     "unknown role": Case(
         "prepare", with_role("narrator", 40), 1, ("40 documents", "unknown_role: 40", "'narrator'", "train.jsonl:1")
@@ -138,7 +136,7 @@ TRAIN = {
     "no store": Case("train", lambda w: shutil.rmtree(w / "store"), 1, ("no store", "helixctl prepare")),
     "torn store": Case(
         "train",
-        lambda w: (w / "store/train/tokens.bin").write_bytes(b"x") and None,
+        lambda w: (w / "store/train/tokens.bin").write_bytes(b"x"),
         1,
         ("torn", "tokens.bin", "helixctl prepare"),
     ),

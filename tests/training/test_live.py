@@ -33,7 +33,7 @@ def test_the_three_shapes_give_the_same_prompt(tmp_path: Path) -> None:
     assert [prompt.text for prompt in found] == ["hi"] * 4
     assert len({prompt.ids for prompt in found}) == 1
     expected = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    assert templates.byte_tokenizer().decode(found[0].ids) == expected
+    assert templates.byte_tokenizer().decode(list(found[0].ids)) == expected
 
 
 def test_prompts_may_be_packed_and_are_limited(tmp_path: Path) -> None:

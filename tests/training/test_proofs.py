@@ -29,6 +29,7 @@ from helixctl.training.live import make_policy
 from helixctl.training.restore import load_trained
 from helixctl.training.results import GreedyCheck
 from helixctl.training.run import run_training
+from helixctl.training.stages import fill_slot, make_slot
 from tests.chats import RECIPE, VOCAB_SIZE, save_target
 from tests.data import templates
 from tests.training.worlds import make_world_plan
@@ -71,8 +72,8 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
             parameter.copy_(noise * 0.15 if parameter.dim() > 1 else 1 + 0.2 * noise)
     ids = torch.randint(3, 250, (LENGTH,), generator=generator)
     batch = proofs.one_document(ids.tolist(), [i >= 8 for i in range(LENGTH)], plan.recipe.drafter.num_anchors)
-    slot = proofs.make_slot((1, LENGTH, 8), 2, 32, torch.device("cpu"), torch.float32)
-    proofs.fill_slot(slot, batch, target.features(batch))
+    slot = make_slot((1, LENGTH, 8), 2, 32, torch.device("cpu"), torch.float32)
+    fill_slot(slot, batch, target.features(batch))
     return Subject(plan, target, model, slot, ids)
 
 
