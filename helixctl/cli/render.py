@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 WIDTH = 100
 _REDRAW_S = 0.2
+_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421, 0x9B: 0x241B}
 _SEGMENT_STYLES = {"draft": "green", "bonus": "yellow", "prefill": "cyan"}
 
 
@@ -131,7 +132,7 @@ def render_validation(result: ValidationResult) -> None:
 
     console = _console()
     for answer in result.prompts:
-        console.print(Text(f"> {answer.prompt.strip()[-300:]}", style="dim"))
+        console.print(Text(f"> {_visible(answer.prompt.strip()[-300:])}", style="dim"))
         render_answer([(segment.text, segment.kind) for segment in answer.segments])
         same = "same as plain decoding" if answer.identical else "differs from plain decoding"
         console.print(Text(f"{answer.num_tokens} tokens, accept_len {answer.accept_len:.2f}, {same}\n", style="dim"))
@@ -148,7 +149,7 @@ def render_validation(result: ValidationResult) -> None:
 
 def render_answer(segments: Sequence[tuple[str, str]]) -> None:
     """A decoded answer, coloured by who proposed each piece: (text, draft | bonus | prefill)."""
-    _console().print(Text.assemble(*((text, _SEGMENT_STYLES.get(kind, "")) for text, kind in segments)))
+    _console().print(Text.assemble(*((_visible(text), _SEGMENT_STYLES.get(kind, "")) for text, kind in segments)))
 
 
 def render_sample(tokens: Sequence[str], mask: Sequence[bool], title: str = "") -> None:
@@ -158,7 +159,7 @@ def render_sample(tokens: Sequence[str], mask: Sequence[bool], title: str = "") 
     for i, (token, supervised) in enumerate(zip(tokens, mask, strict=True)):
         opens = supervised and (i == 0 or not mask[i - 1])
         closes = supervised and (i + 1 == len(mask) or not mask[i + 1])
-        piece = ("«" if plain and opens else "") + token + ("»" if plain and closes else "")
+        piece = ("«" if plain and opens else "") + _visible(token) + ("»" if plain and closes else "")
         text.append(piece, "bold green" if supervised else "dim")
     if title:
         console.print(Text(title, style="bold"))
@@ -274,6 +275,11 @@ def _print_section(console: Console, title: str, rows: Mapping[str, RenderableTy
         table.add_row(name, value if not isinstance(value, str) else Text(value))
     console.print(Text(title, style="bold"))
     console.print(Padding(table, (0, 0, 1, 2), expand=False))
+
+
+def _visible(text: str) -> str:
+    """Control characters as pictures: what a model or a document writes must not move the user's cursor."""
+    return text.translate(_PICTURES)
 
 
 def _plain(value: Any) -> Any:

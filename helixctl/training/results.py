@@ -86,6 +86,7 @@ class ValidationResult:
     prompts: tuple[PromptResult, ...]
     greedy: tuple[GreedyCheck, ...]
     plain_tokens_per_s: float | None
+    """Decoding without the drafter, one prompt after the other, in the target's own precision."""
     speculative_tokens_per_s: float | None
     proofs: tuple[Proof, ...]
 

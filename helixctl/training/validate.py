@@ -16,7 +16,7 @@ from helixctl.data.store import Store
 from helixctl.decoding.decoded import Decoded, DecodeOptions, DecodeProgress, accept_len
 from helixctl.decoding.losslessness import compare_greedy, measure_noise
 from helixctl.decoding.speculative import decode_plain, decode_speculative
-from helixctl.decoding.timing import TimedDecode, time_plain, time_speculative
+from helixctl.decoding.timing import time_plain, time_speculative
 from helixctl.errors import UsageError
 from helixctl.models.target import Target
 from helixctl.plan import Plan
@@ -43,6 +43,9 @@ Progress = Callable[[str, int, int], None]
 
 _MAX_CHARACTER_TOKENS = 4
 """UTF-8 has no longer ones."""
+SPEED_PROMPTS = 3
+SPEED_NEW_TOKENS = 64
+"""What the speed is measured on, one prompt after the other."""
 NOISE_ANSWERS = 4
 """Answers on which rounding is measured: one after the other, a token at a time, so few."""
 
@@ -51,8 +54,7 @@ NOISE_ANSWERS = 4
 class Both:
     """The same prompts answered with and without the drafter in one precision."""
 
-    plain: TimedDecode
-    speculative: TimedDecode
+    speculative: list[Decoded]
     check: GreedyCheck
     identical: frozenset[int]
     """Indices of the prompts whose answers are equal."""
@@ -88,25 +90,37 @@ class Validator:
         return validation_metrics(sums) if sums else {}
 
     def decode(self, target: Target, prompts: Sequence[Prompt], options: DecodeOptions) -> Both:
-        """Answer every prompt plainly and speculatively, timed, and compare.
+        """Answer every prompt plainly and speculatively, and compare.
 
-        Margins and rounding are measured where answers differ, outside the timing: they cost a pass of their own.
+        Margins and rounding are measured where answers differ: they cost a pass of their own.
         """
         ids = [prompt.ids for prompt in prompts]
         policy = make_policy(self.plan, self.model, target.shared)
         name = str(target.dtype).removeprefix("torch.")
-        plain = time_plain(target, ids, options, on_progress=self._count(f"plain decoding, {name}"))
-        drafted = time_speculative(
-            target, policy, ids, options, on_progress=self._count(f"speculative decoding, {name}")
-        )
-        answers, noise = plain.decoded, None
-        if any(one.tokens != other.tokens for one, other in zip(answers, drafted.decoded, strict=True)):
-            answers = tuple(decode_plain(target, ids, replace(options, record_margins=True)))
+        answers = decode_plain(target, ids, options, on_progress=self._count(f"plain decoding, {name}"))
+        progress = self._count(f"speculative decoding, {name}")
+        drafted = decode_speculative(target, policy, ids, options, on_progress=progress)
+        noise = None
+        if any(one.tokens != other.tokens for one, other in zip(answers, drafted, strict=True)):
+            answers = decode_plain(target, ids, replace(options, record_margins=True))
             noise = measure_noise(target, answers[:NOISE_ANSWERS], policy.block_size)
-        found = compare_greedy(answers, drafted.decoded, noise or 0.0)
+        found = compare_greedy(answers, drafted, noise or 0.0)
         check = GreedyCheck(name, len(ids), found.identical, found.near_ties, found.different, noise)
         parted = {difference.prompt for difference in found.differences}
-        return Both(plain, drafted, check, frozenset(range(len(ids))) - parted)
+        return Both(drafted, check, frozenset(range(len(ids))) - parted)
+
+    def speed(self, target: Target, prompts: Sequence[Prompt], options: DecodeOptions) -> tuple[float, float]:
+        """Tokens per second without and with the drafter, a few prompts one after the other.
+
+        One row at a time is where a drafter helps: there, a forward costs the reading of the weights, whatever the
+        number of tokens.
+        """
+        ids = [prompt.ids for prompt in prompts[:SPEED_PROMPTS]]
+        alone = replace(options, batch_size=1, max_new_tokens=min(options.max_new_tokens, SPEED_NEW_TOKENS))
+        policy = make_policy(self.plan, self.model, target.shared)
+        plain = time_plain(target, ids, alone, on_progress=self._count("speed without the drafter"))
+        drafted = time_speculative(target, policy, ids, alone, on_progress=self._count("speed with the drafter"))
+        return plain.tokens_per_s, drafted.tokens_per_s
 
     def shuffled(self, target: Target, prompts: Sequence[Prompt], options: DecodeOptions) -> float | None:
         """Acceptance length when the drafter is fed with features of the wrong places."""
@@ -150,18 +164,19 @@ def run_validation(
         return _result(path, validator, held_out, prove(plan, validator.model, _exact(plan, target), document, None))
     served = validator.decode(target, asked, options)
     control = validator.shuffled(target, asked, options)
+    plain_speed, drafted_speed = validator.speed(target, asked, options)
     exact = _exact(plan, target)
     judged = served if exact is target else validator.decode(exact, asked, options)
     proofs = prove(plan, validator.model, exact, document, judged.check)
     checks = (judged.check,) if exact is target else (judged.check, served.check)
     return replace(
         _result(path, validator, held_out, proofs),
-        accept_len=accept_len(served.speculative.decoded),
+        accept_len=accept_len(served.speculative),
         accept_len_shuffled=control,
         prompts=tuple(_prompt_results(tokenizer, asked, served, judged.identical)),
         greedy=checks,
-        plain_tokens_per_s=served.plain.tokens_per_s,
-        speculative_tokens_per_s=served.speculative.tokens_per_s,
+        plain_tokens_per_s=plain_speed,
+        speculative_tokens_per_s=drafted_speed,
     )
 
 
@@ -221,7 +236,7 @@ def _prompt_results(
             identical=index in identical,
             segments=_segments(tokenizer, decoded),
         )
-        for index, (prompt, decoded) in enumerate(zip(prompts, both.speculative.decoded, strict=True))
+        for index, (prompt, decoded) in enumerate(zip(prompts, both.speculative, strict=True))
     ]
 
 

@@ -52,7 +52,7 @@ class DFlashPolicy:
 
     def draft(self, anchor_ids: Tensor, positions: Tensor) -> Tensor:
         """Tokens [R, B-1] that follow ``anchor_ids`` [R], which stand at ``positions`` [R]."""
-        return self.draft_logits(anchor_ids, positions).argmax(dim=-1)
+        return self.draft_logits(anchor_ids, positions).max(dim=-1).indices  # argmax is 5 x slower in bfloat16 on a CPU
 
     @torch.no_grad()
     def draft_logits(self, anchor_ids: Tensor, positions: Tensor) -> Tensor:
