@@ -97,6 +97,13 @@ def test_text_that_looks_like_markup_stays_as_it_is(capsys):
     assert "[red]x[/red]" in captured.err
 
 
+def test_control_characters_of_models_and_documents_are_shown_and_not_obeyed(capsys):
+    render.render_answer([("a\x1b[2Jb\n", "draft")])
+    render.render_sample(["\x1b]0;x\x07"], [True])
+    out = capsys.readouterr().out
+    assert "a␛[2Jb\n" in out and "␛]0;x␇" in out and "\x1b" not in out
+
+
 def test_a_message_in_a_pipe_is_one_line(capsys):
     render.render_warnings(["word " * 60])
     assert len(capsys.readouterr().err.splitlines()) == 1
