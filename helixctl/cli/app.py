@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from helixctl.cli import render
+from helixctl.cli.doctor import doctor
 from helixctl.cli.logs import set_up_logs
 from helixctl.cli.process import heavy_imports, run_process
 from helixctl.errors import RecipeError, UsageError
@@ -30,6 +31,7 @@ app = typer.Typer(
 )
 recipe_app = typer.Typer(help="About recipes themselves.", no_args_is_help=True)
 app.add_typer(recipe_app, name="recipe")
+app.command()(doctor)
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe file (YAML).", show_default=False)]
 Overrides = Annotated[
