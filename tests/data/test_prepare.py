@@ -140,6 +140,14 @@ def test_splits_follow_the_content_and_never_share_any(make_recipe: Callable[...
     assert set(texts(again.store.split("validation"))) == set(texts(validation))
 
 
+def test_all_answers_to_a_prompt_go_to_one_split_and_make_one_prompt(make_recipe: Callable[..., Recipe]) -> None:
+    rows = [chat(f"question {i}", f"answer {j}") for j in range(3) for i in range(60)]
+    store = prepare(make_recipe(rows, validation={"fraction": 0.2})).store
+    questions = [{text.split("answer")[0] for text in texts(store.split(name))} for name in ("train", "validation")]
+    assert not questions[0] & questions[1]
+    assert store.split("validation").num_documents == 3 * len(store.prompts()) > 0
+
+
 def test_prompts_are_what_precedes_the_first_answer(make_recipe: Callable[..., Recipe], tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text("once upon a time")
     tools = [{"type": "function", "function": {"name": "f"}}]

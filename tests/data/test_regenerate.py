@@ -249,3 +249,21 @@ def test_the_hash_tells_messages_and_tools_apart():
     same = Prompt(messages, {"source": "elsewhere"})
     assert Prompt(messages).hash == same.hash
     assert len({Prompt(messages).hash, Prompt(messages, {"tools": [1]}).hash, Prompt((*messages, *messages)).hash}) == 3
+
+
+def test_further_samples_are_other_answers_to_the_same_prompts_and_resume(tmp_path):
+    records = [{"prompt": word} for word in WORDS[:4]]
+    options = RegenerateOptions(max_new_tokens=5, batch_size=3, samples=2, sample_temperature=1.5)
+    job = make_job(tmp_path, records, options=options)
+    result = regenerate(FakeTarget(20), FakeTokenizer(), job)
+    assert result.read == 12 == result.answered + sum(result.errors.values())
+    greedy = make_job(tmp_path / "alone", options=options.model_copy(update={"samples": 0}))
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / "prompts.jsonl").write_text((tmp_path / "prompts.jsonl").read_text())
+    regenerate(FakeTarget(20), FakeTokenizer(), greedy)
+    by_hash = {record["prompt_hash"]: record["messages"] for record in answers(job)}
+    assert all(by_hash[record["prompt_hash"]] == record["messages"] for record in answers(greedy))
+    drawn = [messages for name, messages in by_hash.items() if name.endswith(("-1", "-2"))]
+    assert drawn and any(messages not in [r["messages"] for r in answers(greedy)] for messages in drawn)
+    again = regenerate(FakeTarget(20), FakeTokenizer(), job)
+    assert again.resumed == result.answered and again.answered == 0
