@@ -33,7 +33,7 @@ from helixctl.training.feature_cache import CachedFeatures, FeatureSource
 from helixctl.training.reduce import ProcessDrafters, Reducer, SingleDrafter
 from helixctl.training.stages import Captured, NumberSource, PostStage, ReaderStage, TargetStage, Work, make_slot
 from helixctl.training.state import TrainState, num_steps
-from helixctl.training.warmup import warm_up_target
+from helixctl.training.warmup import forbid_recompiling, warm_up_target
 
 WORK_AHEAD = 2
 """Micro-batches that may wait between readers and targets, and between a target and its postprocess thread."""
@@ -173,6 +173,7 @@ def build_pipeline(
         Limits(start_timeout_s=options.start_timeout_s, stall_timeout_s=options.stall_timeout_s),
         progress=control.progress,
         interrupt=control.interrupt,
+        on_open=lambda: forbid_recompiling(plan),
     )
     return Pipeline(supervisor, wires)
 

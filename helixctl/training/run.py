@@ -27,6 +27,7 @@ from helixctl.training.recorder import Recorder
 from helixctl.training.results import TrainResult
 from helixctl.training.run_dir import claimed_run_dir, find_resume_point
 from helixctl.training.state import TrainState, check_fingerprints, make_fingerprints, num_steps
+from helixctl.training.warmup import allow_recompiling
 
 
 def run_training(plan: Plan, *, resume: bool = False) -> TrainResult:
@@ -81,6 +82,8 @@ def _run(
             f"{stopped.message} at step {state.step} of {num_steps(plan)}; saved: {result.checkpoint or 'nothing'}",
             fix="go on with: helixctl train RECIPE --resume",
         ) from None
+    finally:
+        allow_recompiling()
     return _finish(plan, store, recorder, state, pipeline)
 
 

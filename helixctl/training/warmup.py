@@ -25,6 +25,18 @@ def compiles(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
+def forbid_recompiling(plan: Plan) -> None:
+    """From now on a recompilation raises and names the guard, where the recipe says so. Reaches the whole process."""
+    devices = [torch.device(device) for device in (*plan.target_devices, *plan.drafter_devices)]
+    if plan.recipe.compile.on_recompile == "fail" and any(compiles(device) for device in devices):
+        torch.compiler.set_stance("fail_on_recompile")
+
+
+def allow_recompiling() -> None:
+    """Undo ``forbid_recompiling`` at the end of a run."""
+    torch.compiler.set_stance("default")
+
+
 def made_up_batch(plan: Plan) -> MicroBatch:
     """Rows of two documents (one where rows are not packed), fully supervised, with every anchor in use."""
     recipe = plan.recipe
