@@ -12,6 +12,7 @@ from helixctl.cli import render
 from helixctl.cli.doctor import doctor
 from helixctl.cli.logs import set_up_logs
 from helixctl.cli.process import heavy_imports, run_process
+from helixctl.doctor.guard import install_guard
 from helixctl.errors import RecipeError, UsageError
 from helixctl.version import __version__
 
@@ -32,6 +33,9 @@ app = typer.Typer(
 recipe_app = typer.Typer(help="About recipes themselves.", no_args_is_help=True)
 app.add_typer(recipe_app, name="recipe")
 app.command()(doctor)
+
+_FORK_GUARDED = ("train", "validate")
+"""Commands that refuse a fork after CUDA's start unless told otherwise; nothing of ours forks."""
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe file (YAML).", show_default=False)]
 Overrides = Annotated[
@@ -57,6 +61,7 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def start(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and end.")
     ] = False,
@@ -64,6 +69,7 @@ def start(
 ) -> None:
     """Options before the command."""
     set_up_logs(verbose=verbose)
+    install_guard(default=context.invoked_subcommand in _FORK_GUARDED)
 
 
 @app.command()
