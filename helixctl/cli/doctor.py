@@ -5,13 +5,14 @@ To add a group: a frozen dataclass of options as `CodeOptions` here, one more pa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from helixctl.cli import render
+from helixctl.cli.doctor_checks import NO_CHECKS, CheckOptions, run_checks
 from helixctl.cli.options import grouped
 
 _RULES = "Rules"
@@ -84,12 +85,15 @@ class CodeOptions:
 
 
 @grouped
-def doctor(paths: Paths = None, code: CodeOptions = CodeOptions()) -> None:
+def doctor(paths: Paths = None, code: CodeOptions = CodeOptions(), checks: CheckOptions = NO_CHECKS) -> None:
     """Check training code: fork after CUDA, loaders without a start method, threads, tokenizers, loading.
 
     Needs neither torch nor a GPU. Exit codes: 0 clean, 1 findings at or above --fail-on, 2 wrong use or a missing path.
     """
-    check_code([*(paths or [])], code)
+    if checks.any:
+        run_checks([*(paths or [])], checks, fail_on=code.fail_on or "error", output_format=code.format)
+    else:
+        check_code([*(paths or [])], replace(code, format="json") if checks.as_json else code)
 
 
 def check_code(paths: list[str], options: CodeOptions) -> None:

@@ -7,7 +7,7 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,12 +23,14 @@ if TYPE_CHECKING:
     from helixctl.checkpoint.export import ExportResult
     from helixctl.data.prepare import PrepareResult
     from helixctl.data.regenerate import RegenerateResult
+    from helixctl.doctor.probe import Outcome
     from helixctl.plan import Plan
     from helixctl.training.results import TrainResult, ValidationResult
 
 WIDTH = 100
 _REDRAW_S = 0.2
 _PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421, 0x9B: 0x241B}
+_STATE_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
 _SEGMENT_STYLES = {"draft": "green", "bonus": "yellow", "prefill": "cyan"}
 
 
@@ -63,6 +65,22 @@ def render_warnings(warnings: Sequence[str]) -> None:
     console = _console(stderr=True)
     for warning in warnings:
         _print_message(console, Text.assemble(("warning", "bold yellow"), f": {warning}"))
+
+
+def render_outcomes(outcomes: Iterable[Outcome]) -> list[Outcome]:
+    """Checks of a machine or a recipe, each as soon as it is there, and their number; returns them."""
+    from helixctl.doctor.probe import count_states
+
+    console = _console()
+    shown: list[Outcome] = []
+    for outcome in outcomes:
+        shown.append(outcome)
+        state, name = (f"{outcome.state:<4}", _STATE_STYLES[outcome.state]), (outcome.name, "bold")
+        _print_message(console, Text.assemble(state, f"  {outcome.id:<7}  ", name, f": {_visible(outcome.message)}"))
+        if outcome.remedy:
+            _print_message(console, Text.assemble(("fix", "bold green"), f": {outcome.remedy}"), indent=15)
+    console.print(Text(", ".join(f"{count} {state}" for state, count in count_states(shown).items()), style="bold"))
+    return shown
 
 
 def render_text(text: str) -> None:

@@ -33,7 +33,7 @@ from helixctl.training.live import (
 )
 from helixctl.training.process import set_up_process
 from helixctl.training.proofs import MAX_TOKENS, prove
-from helixctl.training.restore import load_trained
+from helixctl.training.restore import Trained, load_trained
 from helixctl.training.results import GreedyCheck, PromptResult, Segment, ValidationResult
 from helixctl.training.run_dir import choose_checkpoint
 from helixctl.training.stages import fill_slot
@@ -61,22 +61,20 @@ class Both:
 
 
 class Validator:
-    """One checkpoint, one target, one set of prompts."""
+    """One drafter and what is measured on it."""
 
-    def __init__(self, plan: Plan, store: Store, checkpoint: Path, on_progress: Progress) -> None:
+    def __init__(self, plan: Plan, trained: Trained, on_progress: Progress) -> None:
         self.plan = plan
-        self.store = store
         self.on_progress = on_progress
         self.device = torch.device(plan.target_devices[0])
         """Of target and drafter: nothing here is split over devices."""
-        trained = load_trained(plan, checkpoint, self.device)
         self.model, self.step = trained.model, trained.step
 
-    def held_out(self, target: Target) -> dict[str, float]:
+    def held_out(self, target: Target, store: Store) -> dict[str, float]:
         """The metrics of the run's own validation pass."""
         plan, sums = self.plan, dict[str, Tensor]()
         sequence = order.Sequence(plan.batches_per_step, 1, 1, plan.validation_batches)
-        loader = make_loader(plan, self.store, sequence)
+        loader = make_loader(plan, store, sequence)
         slot = make_slot_for(plan, self.device)
         first = sequence.seq_after_step(0)
         drafter = cast(Drafter, self.model)
@@ -156,10 +154,11 @@ def run_validation(
     options = decode_options(plan, tokenizer)
     asked = _prompts(plan, store, tokenizer, prompts, options.max_len)
     set_up_process(plan)
-    validator = Validator(plan, store, path, on_progress)
+    trained = load_trained(plan, path, torch.device(plan.target_devices[0]))
+    validator = Validator(plan, trained, on_progress)
     target = load_target(plan, plan.target_devices[0])
-    held_out = validator.held_out(target)
-    document = _document(store)
+    held_out = validator.held_out(target, store)
+    document = proof_document(store)
     if not asked:
         return _result(path, validator, held_out, prove(plan, validator.model, _exact(plan, target), document, None))
     served = validator.decode(target, asked, options)
@@ -195,7 +194,7 @@ def _exact(plan: Plan, target: Target) -> Target:
     return target if target.dtype == torch.float32 else load_target(plan, plan.target_devices[0], "float32")
 
 
-def _document(store: Store) -> tuple[list[int], list[bool]]:
+def proof_document(store: Store) -> tuple[list[int], list[bool]]:
     """Ids and mask of a held-out (else a training) document, cut at MAX_TOKENS or what its first anchor needs.
 
     The one with the most supervised tokens among those that begin early enough, else the one that begins first.

@@ -140,6 +140,6 @@ def test_proofs_find_a_document_even_where_all_begin_late(tmp_path: Path, begins
             writer.add("train", np.arange(1000) % 90 + 3, np.arange(1000) >= begin)
         source = SourceCounts("memory", "tokens", 1.0, "train", "c" * 64, 1, 2, 2)
         writer.finish([source], mask_policy="all_turns", validation_fraction=0.0)
-    ids, mask = validate._document(Store.open(tmp_path / "store"))
+    ids, mask = validate.proof_document(Store.open(tmp_path / "store"))
     assert len(ids) == len(mask) == (MAX_TOKENS if begins[0] < MAX_TOKENS else 700 + MAX_TOKENS // 2)
     assert any(a and b for a, b in itertools.pairwise(mask))
