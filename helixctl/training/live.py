@@ -30,8 +30,9 @@ _REASONS = {
     "no_prompt": "there is no prompt in this line",
     "no_user_turn": "the conversation in this line has no user turn",
 }
+LIVE_PROMPTS = 8
 LIVE_NEW_TOKENS = 48
-"""Longest answer of live decoding during training: enough cycles for a trend, few enough to cost seconds."""
+"""Of live decoding during training: enough cycles for a trend, few enough to cost seconds."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class LiveDecoder:
         self._plan = plan
         self._progress = control.progress
         self._targets = targets
-        self._prompts = prompts
+        self._prompts = prompts[:LIVE_PROMPTS]
         self._options = replace(options, max_new_tokens=min(options.max_new_tokens, LIVE_NEW_TOKENS))
 
     def __call__(self, model: nn.Module) -> float:
