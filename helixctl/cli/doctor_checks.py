@@ -126,6 +126,9 @@ def _refuse(words: list[str], options: CheckOptions, fail_on: str, output_format
             f"{words[0]}: code is not checked together with a machine or a recipe",
             fix="check it in a call of its own: helixctl doctor PATHS",
         )
+    unknown = sorted(set(options.require or ()) - _known_ids())
+    if unknown:
+        raise UsageError(f"--require: there is no check {', '.join(unknown)}", fix="take an ID from the output")
     if options.live and options.recipe is None:
         raise UsageError("--live needs a recipe", fix="helixctl doctor --recipe RECIPE --live")
     if options.recipe is not None and not options.recipe.is_file():
@@ -134,6 +137,14 @@ def _refuse(words: list[str], options: CheckOptions, fail_on: str, output_format
         raise UsageError(f"--fail-on: there is no level {fail_on!r}", fix=f"use one of: {', '.join(_FAIL_ON)}")
     if output_format not in _FORMATS:
         raise UsageError(f"--format {output_format} is for findings in code", fix="use text or json here")
+
+
+def _known_ids() -> set[str]:
+    from helixctl.doctor.environment import ENVIRONMENT
+    from helixctl.doctor.probe import LIVE_IDS
+    from helixctl.doctor.recipe_check import RECIPE
+
+    return {probe.id for probe in ENVIRONMENT} | {probe.id for probe in RECIPE} | set(LIVE_IDS)
 
 
 def _outcomes(options: CheckOptions, host: Host) -> Iterator[Outcome]:

@@ -18,7 +18,7 @@ import torch
 from helixctl.checkpoint.store import list_checkpoints
 from helixctl.data.fingerprint import check_tokenizer, load_fast_tokenizer
 from helixctl.data.store import Store
-from helixctl.doctor.probe import Outcome, State
+from helixctl.doctor.probe import LIVE_IDS, Outcome, State
 from helixctl.errors import HelixError
 from helixctl.models.target import Target
 from helixctl.plan import Plan
@@ -31,11 +31,10 @@ from helixctl.training.results import GreedyCheck, Proof
 from helixctl.training.run_dir import choose_checkpoint
 from helixctl.training.validate import Progress, Validator, proof_document
 
-_NUM_PROOFS = 4
 _GREEDY = 4
-"""The proof that needs decoding."""
+"""The last proof, which needs decoding."""
 _RANDOM_TOKENS, _RANDOM_PROMPTS, _PROMPT_TOKENS = 96, 2, 16
-_SUBJECT = ("LIVE000", "target and drafter")
+_SUBJECT = (LIVE_IDS[0], "target and drafter")
 _MEMORY_FIX = (
     "the proofs run in float32: use a device with 4 bytes for every weight of the target, or run them on the CPU"
 )
@@ -82,12 +81,12 @@ def prove_live(
 def _outcomes(plan: Plan, found: tuple[Proof, ...], started_at: float) -> Iterator[Outcome]:
     for number, proof in enumerate(found, 1):
         state: State = "ok" if proof.passed else "fail"
-        outcome = _outcome((f"LIVE{number:03}", proof.name), state, proof.detail, started_at)
+        outcome = _outcome((LIVE_IDS[number], proof.name), state, proof.detail, started_at)
         yield outcome if proof.passed else replace(outcome, remedy="report it with this recipe and target: a bug")
         started_at = perf_counter()
-    if len(found) < _NUM_PROOFS:
+    if len(found) < _GREEDY:
         why = "this target cannot be decoded yet" if plan.target.recurrent else "validation.live_prompts is 0"
-        yield _outcome((f"LIVE{_GREEDY:03}", "speculative output equals plain greedy output"), "skip", why, started_at)
+        yield _outcome((LIVE_IDS[_GREEDY], "speculative output equals plain greedy output"), "skip", why, started_at)
 
 
 def _outcome(who: tuple[str, str], state: State, message: str, started_at: float) -> Outcome:

@@ -16,6 +16,8 @@ from helixctl.errors import HelixError
 
 State = Literal["ok", "warn", "fail", "skip"]
 STATES: tuple[State, ...] = ("ok", "warn", "fail", "skip")
+LIVE_IDS = tuple(f"LIVE{number:03}" for number in range(5))
+"""What the proofs run on, and the four proofs; here because `live.py` loads torch."""
 SCHEMA = 1
 """Version of the JSON form."""
 
