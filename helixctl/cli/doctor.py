@@ -98,4 +98,67 @@ def doctor(paths: Paths = None, code: CodeOptions = CodeOptions(), checks: Check
 
 def check_code(paths: list[str], options: CodeOptions) -> None:
     """Scan, report, and end with 1 if something is at or above the fail level."""
-    render.render_text("no rules yet")
+    from helixctl.doctor.cache import default_folder
+    from helixctl.doctor.checkup import Request, check_code
+    from helixctl.doctor.listing import check_format, format_report
+
+    if options.list_rules or options.explain is not None:
+        _show_rules(options)
+        return
+    check_format(options.format)
+    outcome = check_code(
+        Request(
+            paths=tuple(paths),
+            select=tuple(options.select or ()),
+            extend_select=tuple(options.extend_select or ()),
+            ignore=tuple(options.ignore or ()),
+            fail_on=options.fail_on,
+            show=options.show,
+            baseline=options.baseline,
+            write_baseline=options.write_baseline,
+            diff_base=options.diff_base,
+            fix=options.fix,
+            config=options.config,
+            jobs=options.jobs,
+            cache_folder=None if options.no_cache else options.cache_dir or default_folder(),
+        )
+    )
+    text = format_report(outcome.report, options.format)
+    if options.output_file is not None:
+        _write(options.output_file, text)
+        render.render_text(outcome.report.summary)
+    else:
+        render.render_text(text)
+    render.render_warnings(_notes(outcome))
+    if outcome.failed:
+        raise typer.Exit(1)
+
+
+def _notes(outcome: Outcome) -> list[str]:
+    """What was done beside reporting."""
+    notes = [f"{outcome.num_fixed} findings were mended in place"] if outcome.num_fixed else []
+    if outcome.baseline is not None:
+        notes.append(f"{outcome.report.num_known} findings are known from now on: {outcome.baseline}")
+    return notes
+
+
+def _show_rules(options: CodeOptions) -> None:
+    """The documentation of one rule, or a line per rule."""
+    from helixctl.doctor.catalog import all_rules, find_rule
+
+    rules = all_rules() if options.explain is None else (find_rule(options.explain),)
+    if options.format == "json":
+        render.render_json([{k: v for k, v in vars(rule).items() if k not in ("check", "markers")} for rule in rules])
+    elif options.explain is not None:
+        render.render_text(f"{rules[0].documentation}\n\nName: {rules[0].name}. Level: {rules[0].level}.")
+    else:
+        width = max(len(rule.name) for rule in rules)
+        render.render_text("\n".join(f"{r.code}  {r.name:{width}}  {r.level:7}  {r.title}" for r in rules))
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}", fix="choose another file") from error
