@@ -16,6 +16,7 @@ from helixctl.doctor import environment_python as python
 from helixctl.doctor.environment import ENVIRONMENT
 from helixctl.doctor.environment_host import Host, Space, existing_parent
 from helixctl.doctor.probe import Outcome, Probe, Verdict, ok, outcomes_to_json, require, run_probes, skip
+from helixctl.doctor.recipe_check import RECIPE
 from helixctl.errors import DataError
 from tests.conftest import ROOT
 from tests.doctor.hosts import HostMaker, one
@@ -62,8 +63,12 @@ def test_json_tells_failure_from_the_rest() -> None:
     assert (told["ok"], told["counts"]) == (False, {"ok": 1, "warn": 0, "fail": 1, "skip": 0})
 
 
-def test_ids_are_distinct() -> None:
-    assert len({probe.id for probe in ENVIRONMENT}) == len(ENVIRONMENT)
+def test_ids_are_distinct_and_documented() -> None:
+    ids = [*(probe.id for probe in ENVIRONMENT), *(probe.id for probe in RECIPE)]
+    assert len(set(ids)) == len(ids)
+    page = (ROOT / "docs/doctor-machine.md").read_text(encoding="utf-8")
+    names = [(probe.id, probe.name) for probe in ENVIRONMENT] + [(probe.id, probe.name) for probe in RECIPE]
+    assert [id for id, name in names if f"| {id} | {name} |" not in page] == []
 
 
 # ------------------------------------------------------------------------------------------------------------ limits
