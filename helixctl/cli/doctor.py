@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from helixctl.cli import render
-from helixctl.cli.doctor_checks import NO_CHECKS, CheckOptions, run_checks
+from helixctl.cli.doctor_checks import NO_CHECKS, CheckOptions, refuse_code_options, run_checks
 from helixctl.cli.options import grouped
+from helixctl.errors import UsageError
+
+if TYPE_CHECKING:
+    from helixctl.doctor.checkup import Outcome
 
 _RULES = "Rules"
 _REPORT = "Report"
@@ -91,6 +95,7 @@ def doctor(paths: Paths = None, code: CodeOptions = CodeOptions(), checks: Check
     Needs neither torch nor a GPU. Exit codes: 0 clean, 1 findings at or above --fail-on, 2 wrong use or a missing path.
     """
     if checks.any:
+        refuse_code_options(code)
         run_checks([*(paths or [])], checks, fail_on=code.fail_on or "error", output_format=code.format)
     else:
         check_code([*(paths or [])], replace(code, format="json") if checks.as_json else code)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -19,11 +19,15 @@ from helixctl.cli.process import heavy_imports
 from helixctl.errors import HelixError, UsageError
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from helixctl.doctor.environment_host import Host
     from helixctl.doctor.probe import Outcome
 
 _MACHINE, _RECIPE = "Machine", "Recipe"
 _FORMATS = ("text", "json")
+_SHARED = ("fail_on", "format", "cache_dir")
+"""Options for code that mean something here too, or come from a variable."""
 _FAIL_ON = {"error": ("fail",), "warning": ("fail", "warn"), "info": ("fail", "warn"), "never": ()}
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
 
@@ -58,8 +62,8 @@ class CheckOptions:
 
     @property
     def any(self) -> bool:
-        """Whether something else than code is wanted."""
-        return self.env or self.report or self.run or self.recipe is not None or self.live
+        """Whether something else than code is wanted, or an option is given that has no meaning for code."""
+        return self != replace(NO_CHECKS, as_json=self.as_json)
 
 
 NO_CHECKS = CheckOptions()
@@ -100,6 +104,18 @@ def run_checks(words: list[str], options: CheckOptions, *, fail_on: str, output_
         raise typer.Exit(1)
 
 
+def refuse_code_options(code: DataclassInstance) -> None:
+    """None of the options for code may be given beside a check.
+
+    Raises:
+        UsageError: names those that are.
+    """
+    given = [field.name for field in fields(code) if getattr(code, field.name) != field.default]
+    alien = [f"--{name.replace('_', '-')}" for name in given if name not in _SHARED]
+    if alien:
+        raise UsageError(f"{', '.join(alien)}: for findings in code only", fix="check the code in a call of its own")
+
+
 def run_guarded(words: list[str]) -> NoReturn:
     """Become the command, with the fork guard in every Python that it starts.
 
@@ -119,18 +135,23 @@ def run_guarded(words: list[str]) -> NoReturn:
 
 
 def _refuse(words: list[str], options: CheckOptions, fail_on: str, output_format: str) -> None:
-    if options.run and (options.env or options.report or options.recipe or options.live or options.as_json):
+    if options.run and options != replace(NO_CHECKS, run=True):
         raise UsageError("--run stands alone", fix="check the machine or the recipe in a call of its own")
+    if options.report and (options.as_json or output_format == "json"):
+        raise UsageError("--report is text for people", fix="leave out --report: --env --json has the same checks")
     if words and not options.run:
         raise UsageError(
             f"{words[0]}: code is not checked together with a machine or a recipe",
             fix="check it in a call of its own: helixctl doctor PATHS",
         )
-    unknown = sorted(set(options.require or ()) - _known_ids())
+    unknown = sorted(set(options.require) - _known_ids()) if options.require else []
     if unknown:
         raise UsageError(f"--require: there is no check {', '.join(unknown)}", fix="take an ID from the output")
-    if options.live and options.recipe is None:
-        raise UsageError("--live needs a recipe", fix="helixctl doctor --recipe RECIPE --live")
+    if options.recipe is None and (options.live or options.set_):
+        option = "--live" if options.live else "--set"
+        raise UsageError(f"{option} needs a recipe", fix=f"helixctl doctor --recipe RECIPE {option}")
+    if options.require and not (options.env or options.report or options.recipe):
+        raise UsageError("--require needs checks", fix=f"helixctl doctor --env --require {options.require[0]}")
     if options.recipe is not None and not options.recipe.is_file():
         raise UsageError(f"--recipe: there is no {options.recipe}", fix="check the path")
     if fail_on not in _FAIL_ON:

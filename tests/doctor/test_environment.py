@@ -259,6 +259,11 @@ def test_the_command_does_not_load_torch() -> None:
         (["--format", "sarif"], 2),
         (["src"], 2),
         (["--run"], 2),
+        (["--live"], 2),
+        (["--set", "a=b"], 2),
+        (["--fix"], 2),
+        (["--output-file", "x"], 2),
+        (["--report", "--json"], 2),
     ],
 )
 def test_exit_codes(run, monkeypatch, words: list[str], code: int) -> None:
@@ -277,3 +282,11 @@ def test_text_names_state_id_message_and_fix(run, monkeypatch) -> None:
     assert lines[0].startswith("warn  ENV031   environment variables: CUDA_LAUNCH_BLOCKING=1: ")
     assert lines[1].strip() == "fix: unset CUDA_LAUNCH_BLOCKING"
     assert lines[2].strip() == "0 ok, 1 warn, 0 fail, 0 skip"
+
+
+@pytest.mark.parametrize(
+    "words", [["--require", "ENV001"], ["--set", "a=b"], ["--live"], ["--run", "--json", "--", "x"]]
+)
+def test_options_without_their_check_are_refused(run, words: list[str]) -> None:
+    done = run("doctor", *words)
+    assert done.code == 2 and "fix:" in done.err
