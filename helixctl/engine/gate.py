@@ -44,6 +44,11 @@ class Gate:
         with self.room:
             return name in self._ready
 
+    @property
+    def is_open(self) -> bool:
+        """True once all stages may run."""
+        return self._open
+
     def late(self) -> tuple[str, ...]:
         """Stages that are not ready, in order."""
         with self.room:

@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from helixctl.engine.gate import SETUP_LOCK, Gate
 from helixctl.engine.interrupt import InterruptFlag
@@ -54,6 +55,26 @@ class Progress:
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self.clock = clock
         self._beats: dict[str, float] = {}
+        self._listener: Callable[[], None] | None = None
+        self._every_s = 0.0
+        self._due_at = 0.0
+
+    def listen(self, listener: Callable[[], None], every_s: float) -> None:
+        """Call ``listener`` on the main thread about every ``every_s`` seconds, from set-up to the end of the run."""
+        self._listener, self._every_s, self._due_at = listener, every_s, self.clock()
+
+    def until_due_s(self, longest_s: float | None) -> float | None:
+        """Seconds until the listener is due, ``longest_s`` at most; None: for ever."""
+        if self._listener is None:
+            return longest_s
+        left_s = max(self._due_at - self.clock(), 0.0)
+        return left_s if longest_s is None else min(left_s, longest_s)
+
+    def tell_listener(self) -> None:
+        """Call the listener if it is due."""
+        if self._listener is not None and self.clock() >= self._due_at:
+            self._due_at = self.clock() + self._every_s
+            self._listener()
 
     def beat(self, stage: str) -> None:
         """``stage`` is alive and getting on; cheap enough for every micro-batch."""
@@ -66,6 +87,17 @@ class Progress:
     def last_beat_at(self) -> float | None:
         """Instant of the last heartbeat of any stage."""
         return max(self._beats.copy().values(), default=None)
+
+
+@dataclass(frozen=True)
+class StageState:
+    """A stage as the operating system and the supervisor see it."""
+
+    name: str
+    thread_id: int | None
+    """The thread's number in /proc and in profilers; None before it starts."""
+    state: Literal["waiting", "set-up", "ready", "running", "ended"]
+    """waiting: not begun; ready: set up, the gate is closed."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +195,31 @@ class Supervisor:
         if self._interrupt is not None and self._interrupt.requested:
             raise self._interrupt.error()
 
+    @property
+    def clock(self) -> Clock:
+        """The clock of the run and of everything that is watched."""
+        return self._clock
+
+    def stages(self) -> tuple[StageState, ...]:
+        """All stages in the order of their set-up; callable from any thread."""
+        threads, running = self._threads.copy(), self._running.copy()
+        return tuple(
+            StageState(stage.name, thread.native_id if thread else None, self._state(stage.name, thread, running))
+            for stage in self._stages
+            for thread in [threads.get(stage.name)]
+        )
+
+    def _state(
+        self, name: str, thread: threading.Thread | None, running: dict[str, None]
+    ) -> Literal["waiting", "set-up", "ready", "running", "ended"]:
+        if thread is None:
+            return "waiting"
+        if name not in running:
+            return "ended"
+        if not self._gate.is_ready(name):
+            return "set-up"
+        return "running" if self._gate.is_open else "ready"
+
     def wake(self) -> None:
         """Look at the clock now; for a clock that does not run by itself."""
         self._mailbox.put(None)
@@ -187,7 +244,7 @@ class Supervisor:
                 left_s = deadline - self._clock()
                 if left_s <= 0:
                     raise self._gate.late_error(self._limits.start_timeout_s)
-                self._heed(self._mailbox.get(left_s))
+                self._heed(self._next(left_s))
                 self._check_interrupt(at_once=True)
 
     def _start(self, stage: Stage) -> None:
@@ -209,7 +266,13 @@ class Supervisor:
                 left_s = self._last_moved_at() + self._limits.stall_timeout_s - now
                 if left_s <= 0:
                     raise self._stall_error(self._limits.stall_timeout_s)
-            self._heed(self._mailbox.get(left_s))
+            self._heed(self._next(left_s))
+
+    def _next(self, left_s: float | None) -> _Message:
+        """The next message, or None when the time is up or the listener of ``progress`` was due."""
+        message = self._mailbox.get(self._progress.until_due_s(left_s))
+        self._progress.tell_listener()
+        return message
 
     def _heed(self, message: _Message) -> None:
         match message:

@@ -22,6 +22,8 @@ from helixctl.engine.channel import Channel, OrderedChannel
 from helixctl.engine.interrupt import InterruptFlag
 from helixctl.engine.slots import SlotPool
 from helixctl.engine.stage import Stage
+from helixctl.engine.stats import Link, PipelineStats, take_stats
+from helixctl.engine.status import EVERY_S
 from helixctl.engine.streams import Handoff
 from helixctl.engine.supervisor import Limits, Progress, Supervisor
 from helixctl.models.shared import SharedWeights
@@ -94,6 +96,8 @@ class Control:
 
     interrupt: InterruptFlag
     progress: Progress
+    status_every_s: float = EVERY_S
+    """How often the run says what it is doing."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +146,13 @@ class Pipeline:
 
     supervisor: Supervisor
     wires: Wires
+    drafters: tuple[DrafterStage, ...]
+    links: tuple[Link, ...]
+    """The channels with the stages at their ends, upstream first."""
+
+    def stats(self) -> PipelineStats:
+        """Counts, waits and occupancy so far; callable from any thread while the pipeline runs."""
+        return take_stats(self.supervisor, self.links, self.wires.slots)
 
 
 def build_pipeline(
@@ -175,7 +186,19 @@ def build_pipeline(
         interrupt=control.interrupt,
         on_open=lambda: forbid_recompiling(plan),
     )
-    return Pipeline(supervisor, wires)
+    return Pipeline(supervisor, wires, tuple(drafters), _links(wires, len(readers), len(drafters)))
+
+
+def _links(wires: Wires, num_readers: int, num_drafters: int) -> tuple[Link, ...]:
+    """Who sends to whom, by the stages' names."""
+    numbers = range(len(wires.captured))
+    targets = tuple(f"target-{i}" for i in numbers)
+    posts = tuple(f"target-{i}-post" for i in numbers)
+    return (
+        Link(wires.work, tuple(f"reader-{i}" for i in range(num_readers)), targets),
+        *(Link(wires.captured[i], targets[i : i + 1], posts[i : i + 1]) for i in numbers),
+        Link(wires.lanes, posts, tuple(f"drafter-{j}" for j in range(num_drafters))),
+    )
 
 
 def _make_wires(plan: Plan, first_step: int) -> Wires:

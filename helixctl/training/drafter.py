@@ -98,10 +98,21 @@ class DrafterStage:
         self._build = build
         self._step_number = first_step
         """Optimizer steps taken; every lane counts for itself."""
+        self._trained_tokens = 0
         self._observer = observer
         self._sums: dict[str, Tensor] = {}
         self._bad: list[tuple[Tensor, int, tuple[int, ...]]] = []
         self._documents: list[int] = []
+
+    @property
+    def step_number(self) -> int:
+        """Optimizer steps taken so far, those before a resume included; readable from any thread."""
+        return self._step_number
+
+    @property
+    def trained_tokens(self) -> int:
+        """Real tokens of the micro-batches that this process trained on in this lane; readable from any thread."""
+        return self._trained_tokens
 
     def setup(self) -> None:
         """Build the drafter and its optimizer, and restore the checkpoint."""
@@ -157,6 +168,7 @@ class DrafterStage:
         assert slot.batch is not None
         self._documents += [document for row in slot.batch.documents for document in row]
         self._add({"tokens": torch.tensor(float(slot.batch.num_tokens), device=self.device)})
+        self._trained_tokens += slot.batch.num_tokens
 
     @torch.no_grad()
     def _evaluate(self, slot: SlotBatch) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from helixctl.checkpoint.store import load_checkpoint, remove_leftovers
 from helixctl.data.fingerprint import check_tokenizer, load_fast_tokenizer
 from helixctl.data.store import Store
 from helixctl.engine.interrupt import InterruptFlag
+from helixctl.engine.status import EVERY_S, FILE_NAME, StatusFile
 from helixctl.engine.supervisor import Progress
 from helixctl.errors import Interrupted, UsageError
 from helixctl.metrics.sink import SinkGroup, open_sinks
@@ -30,8 +33,10 @@ from helixctl.training.state import TrainState, check_fingerprints, make_fingerp
 from helixctl.training.warmup import allow_recompiling
 
 
-def run_training(plan: Plan, *, resume: bool = False) -> TrainResult:
+def run_training(plan: Plan, *, resume: bool = False, status_every_s: float = EVERY_S) -> TrainResult:
     """Train until the last step, or until the user stops the run.
+
+    Meanwhile ``status.json`` in the run directory is written anew every ``status_every_s`` seconds.
 
     Raises:
         UsageError: the run directory holds a run already, or cannot be written.
@@ -50,8 +55,9 @@ def run_training(plan: Plan, *, resume: bool = False) -> TrainResult:
         write_json(run_dir / "plan.json", plan.to_json())
         write_text(run_dir / "recipe.yaml", dump_recipe(plan.recipe))
         sinks = _open_sinks(plan, run_dir, state.step if found else None)
+        control = Control(interrupt, Progress(), status_every_s)
         try:
-            return _run(plan, store, state, sinks, Control(interrupt, Progress()), found.path if found else None)
+            return _run(plan, store, state, sinks, control, found.path if found else None)
         finally:
             sinks.close()
 
@@ -74,7 +80,8 @@ def _run(
     recorder = Recorder(plan, state, sinks, control, live=live, resume_from=resume_from)
     pipeline = build_pipeline(plan, store, state, recorder, control, targets)
     try:
-        pipeline.supervisor.run()
+        with _status(pipeline, control, plan):
+            pipeline.supervisor.run()
     except Interrupted as stopped:
         result = _finish(plan, store, recorder, state, pipeline)
         raise Interrupted(
@@ -85,6 +92,29 @@ def _run(
     finally:
         allow_recompiling()
     return _finish(plan, store, recorder, state, pipeline)
+
+
+@contextmanager
+def _status(pipeline: Pipeline, control: Control, plan: Plan) -> Iterator[None]:
+    """Keep ``status.json`` fresh while the block runs, and leave in it how the run ended."""
+    drafters = pipeline.drafters
+
+    def counters() -> dict[str, Any]:
+        return {
+            "step": drafters[0].step_number,
+            "total_steps": num_steps(plan),
+            "trained_tokens": sum(drafter.trained_tokens for drafter in drafters),
+            "devices": {drafter.name: str(drafter.device) for drafter in drafters},
+        }
+
+    status = StatusFile(plan.recipe.run.dir / FILE_NAME, pipeline.stats, counters)
+    control.progress.listen(status.write, control.status_every_s)
+    try:
+        yield
+    except BaseException as error:
+        status.finish(error)
+        raise
+    status.finish()
 
 
 def _state(plan: Plan, store: Store, checkpoint: Path | None) -> TrainState:

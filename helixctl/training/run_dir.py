@@ -1,6 +1,6 @@
 """The run directory: who may write there, what stands there, and where a run goes on.
 
-recipe.yaml  plan.json  run.pid  metrics.jsonl  tensorboard/  checkpoints/  result.json
+recipe.yaml  plan.json  run.pid  status.json  metrics.jsonl  tensorboard/  checkpoints/  result.json
 """
 
 from __future__ import annotations
@@ -28,14 +28,18 @@ def claimed_run_dir(path: Path) -> Iterator[Path]:
         path.mkdir(parents=True, exist_ok=True)
         (path / "checkpoints").mkdir(exist_ok=True)  # what fails here would fail hours later
         _refuse_live_owner(pid_file)
-        pid_file.write_text(f"{os.getpid()}\n", encoding="ascii")
+        # Stays open for the whole run: whoever knows the process finds its run directory among its open files.
+        held = pid_file.open("w", encoding="ascii")
     except OSError as error:
         raise UsageError(
             f"run.dir cannot be written: {error.filename or path}: {error.strerror or error}",
             fix="choose another folder: --set run.dir=...",
         ) from error
     try:
-        yield path
+        with held:
+            held.write(f"{os.getpid()}\n")
+            held.flush()
+            yield path
     finally:
         pid_file.unlink(missing_ok=True)
 
