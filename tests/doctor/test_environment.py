@@ -113,6 +113,14 @@ def test_no_shared_memory(machine) -> None:
         ({"sys/fs/cgroup/cpu.max": "max 100000"}, None),
         ({"proc/self/cgroup": "0::/a/b", "sys/fs/cgroup/a/cpu.max": "200000 100000"}, 2.0),
         ({"proc/self/cgroup": "0::/a/b", "sys/fs/cgroup/a/b/cpu.max": "50000 100000"}, 0.5),
+        (
+            {
+                "proc/self/cgroup": "0::/a/b",
+                "sys/fs/cgroup/a/cpu.max": "100000 100000",
+                "sys/fs/cgroup/a/b/cpu.max": "400000 100000",
+            },
+            1.0,
+        ),
         ({"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"}, None),
         (
             {

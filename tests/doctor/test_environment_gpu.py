@@ -90,6 +90,12 @@ def test_a_child_that_crashes_or_hangs_is_an_error(tmp_path: Path, program: str,
     assert told in found["error"] if told else found == {"version": 1}
 
 
+def test_the_real_child_answers_without_a_gpu() -> None:
+    found = Host(environ={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    assert found.torch["version"] and "error" not in found.torch
+    assert (found.cuda["available"], found.cuda["devices"]) == (False, [])
+
+
 def test_a_python_that_is_not_there(tmp_path: Path) -> None:
     assert "cannot be started" in Host(python=str(tmp_path / "python")).look("torch", 1)["error"]
 
