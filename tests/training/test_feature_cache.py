@@ -27,7 +27,9 @@ class CountingSource:
 
 def packed(*documents: tuple[int, list[int]], length: int = 8, role: str = "train") -> MicroBatch:
     """One row that holds (number, token ids) after one another."""
-    ids, positions, spans = [], [], []
+    ids: list[int] = []
+    positions: list[int] = []
+    spans = []
     for _, tokens in documents:
         spans.append((len(ids), len(ids) + len(tokens)))
         ids += tokens

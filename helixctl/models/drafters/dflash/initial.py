@@ -32,7 +32,7 @@ NORMS = ("input_layernorm", "post_attention_layernorm")
 
 @torch.no_grad()
 def copy_target_layers(
-    model: DFlashDraftModel, sources: Sequence[int], layers: Sequence[nn.Module], shared: SharedWeights
+    model: DFlashDraftModel, sources: Sequence[int], layers: nn.ModuleList, shared: SharedWeights
 ) -> None:
     """Layer i of ``model`` gets the weights of target layer ``sources[i]``; the final norm those of the target's.
 

@@ -39,7 +39,7 @@ def build(options: Options, facts: TargetFacts, taps: Sequence[int], seed: int) 
     return model
 
 
-def initialise(model: nn.Module, layers: Sequence[nn.Module], shared: SharedWeights) -> None:
+def initialise(model: nn.Module, layers: nn.ModuleList, shared: SharedWeights) -> None:
     """Start from the target's ``layers`` where the options ask for it; nothing else needs the target.
 
     Raises:

@@ -36,7 +36,7 @@ def test_layers_norms_and_projection_start_as_the_targets(tmp_path: Any) -> None
     torch.testing.assert_close(model.norm.weight.data, target.shared.final_norm.weight.data, rtol=1e-5, atol=1e-6)
     last_tap = torch.randn(3, target.facts.hidden_size)
     context = model.project_features([torch.randn_like(last_tap) * 50, last_tap])
-    torch.testing.assert_close(context, target.layers[1].input_layernorm(last_tap))
+    torch.testing.assert_close(context, target.layers[1].get_submodule("input_layernorm")(last_tap))
 
 
 def test_weights_that_a_target_adds_one_to_come_out_right(tmp_path: Any) -> None:
