@@ -46,7 +46,8 @@ class SharedWeights:
 
     def logits(self, normed: Tensor) -> Tensor:
         """States after the final norm [..., H] -> logits [..., V] in the same dtype."""
-        logits = functional.linear(normed, self.head, self.head_bias)
+        flat = normed.reshape(-1, normed.shape[-1])  # see head_logits of the drafters: strided operands are slow
+        logits = functional.linear(flat, self.head, self.head_bias).view(*normed.shape[:-1], -1)
         if self.logit_softcap is None:
             return logits
         return torch.tanh(logits / self.logit_softcap) * self.logit_softcap
