@@ -38,7 +38,9 @@ def read_baseline(path: Path) -> Counter[tuple[str, str, str]]:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        entries = content["findings"] if content["version"] == _VERSION else None
+        if content["version"] != _VERSION:
+            raise ValueError(f"its version is {content['version']}")
+        entries = content["findings"]
         return Counter({(e["path"], e["code"], e["text"]): int(e["count"]) for e in entries})
     except FileNotFoundError as error:
         raise UsageError(f"there is no baseline {path}", fix="make it with --write-baseline") from error

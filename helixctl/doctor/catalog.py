@@ -28,14 +28,17 @@ class Rule:
     documentation: str
     fix: str
     """The first sentence of the section Fix."""
-    markers: tuple[bytes, ...] = ()
-    """A file without any of these is clean; no markers: every file is looked at."""
+    markers: tuple[bytes | tuple[bytes, ...], ...] = ()
+    """A file without any of these (of a tuple: all) is clean; no markers: every file is looked at."""
     check: Callable[[Source], Iterator[Hit]] | None = None
     """None for what the runner itself reports."""
 
     def concerns(self, content: bytes) -> bool:
         """Whether a file with this content may have such a finding."""
-        return self.check is not None and (not self.markers or any(marker in content for marker in self.markers))
+        if self.check is None:
+            return False
+        groups = (marker if isinstance(marker, tuple) else (marker,) for marker in self.markers)
+        return not self.markers or any(all(word in content for word in words) for words in groups)
 
 
 @cache

@@ -51,7 +51,9 @@ def is_cuda_call(source: Source, node: ast.Call) -> bool:
 def _is_move(source: Source, node: ast.Call, function: ast.Attribute) -> bool:
     """`x.cuda()`, `x.to("cuda")`, `Model.from_pretrained(..., device_map="cuda")`."""
     if function.attr == "cuda":
-        return True
+        known = {keyword.arg for keyword in node.keywords} <= {"device", "non_blocking", "memory_format"}
+        base = getattr(function.value, "id", "")
+        return known and len(node.args) < 2 and not base[:1].isupper()
     if function.attr == "to":
         candidates = [*node.args[:1], *(k.value for k in node.keywords if k.arg == "device")]
         return any(names_cuda(source, candidate) for candidate in candidates)

@@ -1,7 +1,7 @@
 """What changed since a git revision: only files that differ are looked at, and what they had before is known.
 
-A finding is new if the old version of its file does not have it. So a line that stands where it always stood is reported
-when the change elsewhere in the file made it wrong, and untouched old findings are not.
+A finding is new if the old version of its file does not have it. So a line that stands where it always stood is
+reported when a change elsewhere in the file made it wrong, and untouched old findings are not.
 """
 
 from __future__ import annotations
@@ -31,21 +31,20 @@ def changed_files(base: str, folder: Path) -> list[Changed]:
         raise UsageError(f"--diff-base: {base!r} is no revision", fix="name a branch, tag or commit")
     root = Path(_git(folder, "rev-parse", "--show-toplevel").decode().strip())
     revision = _git(folder, "rev-parse", "--verify", "--quiet", f"{base}^{{commit}}", missing=base).decode().strip()
-    listed = (
-        _git(root, "diff", "--name-status", "-z", "-M", revision, "--").decode(errors="surrogateescape").split("\0")
-    )
     changed = []
-    fields = iter(listed)
+    fields = iter(_names(root, "diff", "--name-status", "-z", "-M", revision, "--"))
     for status in fields:
-        if not status:
-            continue
         old = next(fields)
         new = next(fields) if status[0] in "RC" else old
         if status[0] != "D":
             changed.append(Changed(root / new, None if status[0] == "A" else _git(root, "show", f"{revision}:{old}")))
-    untracked = _git(root, "ls-files", "--others", "--exclude-standard", "-z").decode(errors="surrogateescape")
-    changed += [Changed(root / name, None) for name in untracked.split("\0") if name]
+    changed += [Changed(root / name, None) for name in _names(root, "ls-files", "--others", "--exclude-standard", "-z")]
     return changed
+
+
+def _names(root: Path, *words: str) -> list[str]:
+    """The parts of what git prints with -z."""
+    return [name for name in _git(root, *words).decode(errors="surrogateescape").split("\0") if name]
 
 
 def _git(folder: Path, *words: str, missing: str = "") -> bytes:

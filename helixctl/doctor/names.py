@@ -208,21 +208,36 @@ class Names:
         return args, keywords, opened
 
     def _options(self, node: ast.expr) -> dict[str, ast.expr] | None:
-        """The keywords of a dictionary that is written out and never changed; None where it is not."""
+        """The keywords of a dictionary that is written out; None where it is not."""
         value = self.value(node)
-        if isinstance(node, ast.Name) and not all(self._is_expanded(use) for use in self._loads(node.id)):
-            return None
+        pairs: dict[str, ast.expr] = {}
         if isinstance(value, ast.Call) and self.qualified(value.func) == "dict" and not value.args:
             pairs = {keyword.arg: keyword.value for keyword in value.keywords if keyword.arg is not None}
-            return pairs if len(pairs) == len(value.keywords) else None
-        if not isinstance(value, ast.Dict):
+            known = len(pairs) == len(value.keywords)
+        elif isinstance(value, ast.Dict):
+            keys = [key.value for key in value.keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
+            known = len(keys) == len(value.values)
+            pairs = dict(zip(keys, value.values, strict=True)) if known else {}
+        else:
             return None
-        keys = [key.value for key in value.keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
-        return dict(zip(keys, value.values, strict=True)) if len(keys) == len(value.values) else None
+        later = self._set_later(node) if known else None
+        return None if later is None else pairs | later
 
-    def _is_expanded(self, name: ast.Name) -> bool:
-        parent = self._index.parents.get(name)
-        return isinstance(parent, ast.keyword) and parent.arg is None
+    def _set_later(self, node: ast.expr) -> dict[str, ast.expr] | None:
+        """What `options["key"] = value` adds anywhere in the file; None where more may happen to the dictionary."""
+        added: dict[str, ast.expr] = {}
+        for use in self._loads(node.id) if isinstance(node, ast.Name) else ():
+            parent = self._index.parents.get(use)
+            if isinstance(parent, ast.keyword) and parent.arg is None:
+                continue
+            if not isinstance(parent, ast.Subscript) or not isinstance(parent.slice, ast.Constant):
+                return None
+            assign = self._index.parents.get(parent)
+            if isinstance(assign, ast.Assign) and parent in assign.targets:
+                added[str(parent.slice.value)] = assign.value
+            elif not isinstance(parent.ctx, ast.Load):
+                return None
+        return added
 
     def _loads(self, name: str) -> list[ast.Name]:
         """Uses of a name anywhere in the file."""

@@ -51,8 +51,7 @@ class Source:
         self.tree = _parse(text)
         self.module = ".".join(part for part in module if part != "__init__")
         package = module if module and module[-1] == "__init__" else module[:-1]
-        self.index = Index(self.tree, tuple(part for part in package if part != "__init__"))
-        self.names = Names(self.index, self.module or "__main__")
+        self._package = tuple(part for part in package if part != "__init__")
 
     def _join_cells(self, text: str) -> str:
         try:
@@ -61,6 +60,16 @@ class Source:
             raise Unparsable(f"not a notebook: {error}") from error
         self.places = notebook.places
         return notebook.text
+
+    @cached_property
+    def index(self) -> Index:
+        """Parents, scopes, nodes by type; made when the first rule asks."""
+        return Index(self.tree, self._package)
+
+    @cached_property
+    def names(self) -> Names:
+        """What names stand for."""
+        return Names(self.index, self.module or "__main__")
 
     @cached_property
     def is_test(self) -> bool:

@@ -35,8 +35,9 @@ def format_report(report: Report) -> str:
 def _case(finding: Finding) -> list[str]:
     name = _attribute(f"helixctl.{finding.code}")
     text = escape(_NOT_XML.sub("?", f"{finding.where}\n{finding.text}\nfix: {finding.fix}"))
+    place = f'line="{finding.line}" column="{finding.column}"'
     return [
-        f'    <testcase name={name} classname={_attribute(finding.path)} line="{finding.line}" column="{finding.column}">',
+        f"    <testcase name={name} classname={_attribute(finding.path)} {place}>",
         f'      <failure type="{finding.level}" message={_attribute(finding.message)}>{text}</failure>',
         "    </testcase>",
     ]

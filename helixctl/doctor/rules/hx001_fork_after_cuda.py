@@ -21,7 +21,7 @@ from helixctl.doctor.finding import Hit
 from helixctl.doctor.source import Source
 
 LEVEL = "error"
-MARKERS = (b"cuda",)
+MARKERS = ((b"cuda", b"fork"), (b"cuda", b"rocess"), (b"cuda", b"DataLoader"))
 _FORKS = ("os.fork", "os.forkpty", "pty.fork")
 
 

@@ -18,7 +18,7 @@ from helixctl.doctor.finding import Hit
 from helixctl.doctor.source import Source
 
 LEVEL = "warning"
-MARKERS = (b"torch",)
+MARKERS = ((b"torch", b"multiprocess"), (b"torch", b"ProcessPoolExecutor"))
 
 
 def check(source: Source) -> Iterator[Hit]:

@@ -2,7 +2,8 @@
 
 What it checks
     self.x = a lock, thread, queue, open file, memory map, database or HDF5 handle, generator or lambda in the
-    constructor of a Dataset that has no __getstate__ or __reduce__.
+    constructor of a Dataset that has no __getstate__ or __reduce__. A warning where the file's own loaders have no
+    workers.
 Why it matters
     Spawned workers get the dataset pickled: "cannot pickle '_thread.lock' object". Forked ones share the position of
     the open file and the state of the lock.
@@ -14,7 +15,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from dataclasses import replace
 
+from helixctl.doctor.cuda import DATALOADER, loaders
 from helixctl.doctor.finding import Hit, Level
 from helixctl.doctor.source import Source
 from helixctl.doctor.workers import is_dataset
@@ -35,12 +38,20 @@ _PICKLES = {"__getstate__", "__reduce__", "__reduce_ex__"}
 
 def check(source: Source) -> Iterator[Hit]:
     """Attributes set in constructors."""
+    weaker: Level | None = "warning" if _has_no_workers(source) else None
     for owner in source.index.nodes(ast.ClassDef):
         if not is_dataset(source, owner) or any(source.names.method(owner, name) for name in _PICKLES):
             continue
         for statement in owner.body:
             if isinstance(statement, ast.FunctionDef) and statement.name in ("__init__", "__post_init__"):
-                yield from _held(source, statement)
+                for hit in _held(source, statement):
+                    yield replace(hit, level=weaker or hit.level)
+
+
+def _has_no_workers(source: Source) -> bool:
+    """The file makes loaders, and none of them may have workers."""
+    calls = [*source.calls_of(DATALOADER)]
+    return bool(calls) and not any(call.open for call in calls) and next(iter(loaders(source)), None) is None
 
 
 def _held(source: Source, constructor: ast.FunctionDef) -> Iterator[Hit]:

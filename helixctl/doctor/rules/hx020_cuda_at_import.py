@@ -17,10 +17,11 @@ from collections.abc import Iterator
 
 from helixctl.doctor.cuda import cuda_flow, in_default, is_cuda_call
 from helixctl.doctor.finding import Hit
+from helixctl.doctor.flow import own_nodes
 from helixctl.doctor.source import Source
 
 LEVEL = "error"
-MARKERS = (b"cuda",)
+MARKERS = (b"torch.cuda", b".cuda(", b'"cuda', b"'cuda", b"import cuda")
 
 
 def check(source: Source) -> Iterator[Hit]:
@@ -36,10 +37,15 @@ def check(source: Source) -> Iterator[Hit]:
             yield Hit(node, "this creates a CUDA context at import", "warning" if level else None)
             continue
         target = source.names.function(node.func)
-        if target is None:
+        if target is None or _is_generator(target):
             continue
         flow = flow or cuda_flow(source)
         touch = flow.first(target)
         if touch is not None:
             message = f"this call at import touches CUDA in line {touch.lineno}"
             yield Hit(node, message, "warning" if level else None)
+
+
+def _is_generator(function: ast.AST) -> bool:
+    """Calling it runs nothing yet."""
+    return any(isinstance(node, ast.Yield | ast.YieldFrom) for node in own_nodes(function))

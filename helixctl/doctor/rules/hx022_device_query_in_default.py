@@ -19,7 +19,7 @@ from helixctl.doctor.finding import Hit
 from helixctl.doctor.source import Source
 
 LEVEL = "warning"
-MARKERS = (b"cuda",)
+MARKERS = (b"torch.cuda", b".cuda(", b'"cuda', b"'cuda", b"import cuda")
 
 
 def check(source: Source) -> Iterator[Hit]:

@@ -2,7 +2,8 @@
 
 What it checks
     In a function that runs in a thread, or that such a function calls: a loop with `except Exception` (or a bare
-    except) that does nothing (an error) or only logs (a warning). Handlers around clean-up calls alone are left out.
+    except) that does nothing (an error; a warning where a comment says why) or only logs (a warning). Handlers around
+    clean-up calls alone are left out.
 Why it matters
     The thread goes on as if nothing had happened, or stops feeding the others; the run stalls or trains on less data,
     and nobody is told.
@@ -15,7 +16,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from helixctl.doctor.finding import Hit
+from helixctl.doctor.finding import Hit, Level
 from helixctl.doctor.flow import called_functions, own_nodes, thread_targets
 from helixctl.doctor.index import Function
 from helixctl.doctor.source import Source
@@ -32,21 +33,25 @@ _CLEANUP = {
 
 def check(source: Source) -> Iterator[Hit]:
     """Handlers in thread functions."""
-    functions: dict[Function, None] = {}
+    loops: dict[Function, tuple[type[ast.AST], ...]] = {}
     for _, target in thread_targets(source):
-        functions |= dict.fromkeys([target, *called_functions(source, target)])
-    for function in functions:
+        for called in called_functions(source, target):
+            loops.setdefault(called, (ast.While,))
+        loops[target] = (ast.While, ast.For)
+    for function, kinds in loops.items():
         for node in own_nodes(function):
-            if isinstance(node, ast.Try) and _in_loop(source, node, function) and not _cleans_up(node):
-                yield from _handlers(node)
+            if isinstance(node, ast.Try) and _is_main_loop(source, node, function, kinds) and not _cleans_up(node):
+                yield from _handlers(source, node)
 
 
-def _handlers(node: ast.Try) -> Iterator[Hit]:
+def _handlers(source: Source, node: ast.Try) -> Iterator[Hit]:
     for handler in node.handlers:
         if not _is_broad(handler):
             continue
         if all(isinstance(statement, ast.Pass | ast.Continue) or _is_literal(statement) for statement in handler.body):
-            yield Hit(handler, "this worker thread swallows every exception and goes on")
+            explained = any("#" in line for line in source.lines[handler.lineno - 1 : handler.end_lineno])
+            level: Level = "warning" if explained else "error"
+            yield Hit(handler, "this worker thread swallows every exception and goes on", level)
         elif all(isinstance(s, ast.Pass | ast.Continue) or _is_literal(s) or _logs(s) for s in handler.body):
             yield Hit(handler, "this worker thread only logs exceptions and goes on", "warning")
 
@@ -70,13 +75,17 @@ def _called_name(node: ast.expr) -> str | None:
     return getattr(node.func, "attr", None) or getattr(node.func, "id", None)
 
 
-def _in_loop(source: Source, node: ast.AST, function: ast.AST) -> bool:
+def _is_main_loop(source: Source, node: ast.AST, function: ast.AST, kinds: tuple[type[ast.AST], ...]) -> bool:
+    """The statement is in one loop of the function, not in loops within it, and not itself part of a clean-up."""
+    loops: list[ast.AST] = []
     for parent in source.index.ancestors(node):
         if parent is function:
+            break
+        if isinstance(parent, ast.ExceptHandler):
             return False
         if isinstance(parent, ast.While | ast.For):
-            return True
-    return False
+            loops.append(parent)
+    return len(loops) == 1 and isinstance(loops[0], kinds)
 
 
 def _cleans_up(node: ast.Try) -> bool:
@@ -84,4 +93,4 @@ def _cleans_up(node: ast.Try) -> bool:
     names = [
         _called_name(part) for statement in node.body for part in ast.walk(statement) if isinstance(part, ast.Call)
     ]
-    return bool(names) and all(name in _CLEANUP for name in names)
+    return bool(names) and all(name in _CLEANUP | _LOG_METHODS for name in names)

@@ -19,7 +19,7 @@ from helixctl.doctor.flow import called_functions, own_nodes, thread_targets
 from helixctl.doctor.source import Source
 
 LEVEL = "warning"
-MARKERS = (b"compile",)
+MARKERS = ((b"compile", b"hread"),)
 
 
 def check(source: Source) -> Iterator[Hit]:

@@ -18,7 +18,7 @@ from helixctl.doctor.flow import blocks_that_start_threads
 from helixctl.doctor.source import Source
 
 LEVEL = "info"
-MARKERS = (b"no_grad", b"inference_mode", b"autocast")
+MARKERS = ((b"hread", b"no_grad"), (b"hread", b"inference_mode"), (b"hread", b"autocast"))
 _MODES = ("torch.no_grad", "torch.inference_mode", "torch.autocast", "torch.amp.autocast", "torch.cuda.amp.autocast")
 
 

@@ -17,7 +17,7 @@ from helixctl.doctor.flow import blocks_that_start_threads
 from helixctl.doctor.source import Source
 
 LEVEL = "info"
-MARKERS = (b"profile",)
+MARKERS = ((b"profile", b"hread"),)
 _PROFILERS = ("torch.profiler.profile", "torch.autograd.profiler.profile")
 
 

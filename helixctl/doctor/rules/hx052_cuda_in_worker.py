@@ -24,7 +24,7 @@ from helixctl.doctor.source import Source
 from helixctl.doctor.workers import is_dataset
 
 LEVEL = "warning"
-MARKERS = (b"cuda",)
+MARKERS = ((b"cuda", b"Dataset"), (b"cuda", b"DataLoader"))
 
 
 def check(source: Source) -> Iterator[Hit]:

@@ -16,7 +16,7 @@ from helixctl.doctor.finding import Hit
 from helixctl.doctor.source import Source
 
 LEVEL = "info"
-MARKERS = (b"torch",)
+MARKERS = ((b"torch", b".load("), (b"torch", b"import load"))
 
 
 def check(source: Source) -> Iterator[Hit]:

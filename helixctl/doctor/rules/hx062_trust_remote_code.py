@@ -25,9 +25,9 @@ def check(source: Source) -> Iterator[Hit]:
     """Calls that switch it on."""
     if is_project_module(source):
         return
+    named = {call.node: call.keywords for call in source.calls}
     for node in source.index.nodes(ast.Call):
-        for keyword in node.keywords:
-            trusted = keyword.arg == "trust_remote_code" and source.names.constant(keyword.value) is True
-            pinned = any(other.arg == "revision" for other in node.keywords)
-            if trusted and not pinned:
-                yield Hit(node, "trust_remote_code=True runs code from the model's repository")
+        keywords = {k.arg: k.value for k in node.keywords if k.arg is not None} | named.get(node, {})
+        trusted = source.names.constant(keywords.get("trust_remote_code")) is True
+        if trusted and "revision" not in keywords:
+            yield Hit(node, "trust_remote_code=True runs code from the model's repository")

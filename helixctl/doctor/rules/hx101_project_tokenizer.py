@@ -23,7 +23,7 @@ from helixctl.doctor.source import Source
 from helixctl.doctor.tokenizing import is_project_module
 
 LEVEL = "error"
-MARKERS = (b"okenizer",)
+MARKERS = ((b"okenizer", b"transformers"), (b"okenizer", b"tokenizers"))
 _FOREIGN = re.compile(
     r"^(?:transformers\.\w*Tokenizer(?:Fast|Base)?|tokenizers\.Tokenizer)"
     r"(?:\.(?:from_pretrained|from_file|from_str|from_buffer))?$"

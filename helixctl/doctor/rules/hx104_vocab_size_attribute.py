@@ -19,7 +19,7 @@ from helixctl.doctor.source import Source
 from helixctl.doctor.tokenizing import is_tokenizer, looks_like_tokenizer
 
 LEVEL = "warning"
-MARKERS = (b"vocab_size",)
+MARKERS = ((b".vocab_size", b"okeni"), b"tok.vocab_size")
 _LAYERS = ("torch.nn.Embedding", "torch.nn.Linear", "torch.nn.EmbeddingBag")
 
 
