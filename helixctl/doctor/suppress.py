@@ -12,7 +12,7 @@ import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from helixctl.doctor.finding import Finding
+from helixctl.doctor.finding import Edit, Finding
 
 _PATTERN = re.compile(r"#\s*helixctl:\s*ignore(?P<file>-file)?\s*(?:\[(?P<codes>[^\]]*)\])?[\s:-]*(?P<reason>.*)")
 MARKER = b"helixctl:"
@@ -28,6 +28,9 @@ class Suppression:
     covers: int
     words: tuple[str, ...]
     reason: str
+    start: int
+    """Columns of the comment, with the spaces in front of it."""
+    end: int
 
 
 def read_suppressions(text: str) -> list[Suppression]:
@@ -43,7 +46,10 @@ def read_suppressions(text: str) -> list[Suppression]:
         words = tuple(word.strip() for word in (match["codes"] or "").split(",") if word.strip())
         alone = not lines[line - 1][:column].strip()
         covers = 0 if match["file"] else _next_code_line(lines, line) if alone else line
-        found.append(Suppression(line, column + match.start() + 1, covers, words, match["reason"].strip()))
+        start = len(lines[line - 1][: column + match.start()].rstrip()) + 1
+        end = column + len(comment) + 1
+        reason = match["reason"].strip()
+        found.append(Suppression(line, column + match.start() + 1, covers, words, reason, start, end))
     return found
 
 
@@ -91,9 +97,17 @@ def _judge(
         if code is None:
             yield replace(base, code="HX901", message=f"there is no rule {word!r}")
         elif code in active:
-            yield replace(base, code="HX900", message=f"{code} finds nothing here; the suppression is stale")
+            message = f"{code} finds nothing here; the suppression is stale"
+            yield replace(base, code="HX900", message=message, edits=_removal(suppression, unused))
     if suppression.words and not suppression.reason:
         yield replace(base, code="HX903", message=f"no reason given for ignoring {', '.join(suppression.words)}")
+
+
+def _removal(suppression: Suppression, unused: list[str]) -> tuple[Edit, ...]:
+    """Take the comment away, where nothing in it is used."""
+    if len(unused) < len(suppression.words):
+        return ()
+    return (Edit(suppression.line, suppression.start, suppression.line, suppression.end, ""),)
 
 
 def _comments(text: str) -> Iterator[tuple[int, int, str]]:
