@@ -40,6 +40,10 @@ LIGHT = (
     "data/formats/*.py",
     "models/facts.py",
     "models/drafters/*/options.py",
+    "doctor/[!l]*.py",
+    "doctor/listing.py",
+    "doctor/formats/*.py",
+    "doctor/rules/*.py",
 )
 
 # ------------------------------------------------------------------------------------------------------------- imports

@@ -17,7 +17,7 @@ from tests.conftest import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 INIT = "helixctl init path/to/target data/train.jsonl -o recipe.yaml"
-PLACEHOLDERS = {"RECIPE": "recipe.yaml", "MODEL": "path/to/target", "DATA": "data/train.jsonl"}
+PLACEHOLDERS = {"RECIPE": "recipe.yaml", "MODEL": "path/to/target", "DATA": "data/train.jsonl", "[PATHS]": "src"}
 SMALLER = {
     "  epochs: 6": "  steps: 2",
     "  every_steps: 500": "  every_steps: 2",
@@ -59,7 +59,18 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     save_target(tmp_path / "path/to/target")
     write_jsonl(tmp_path / "data/train.jsonl", conversations(40))
+    monkeypatch.setenv("HELIXCTL_DOCTOR_CACHE", str(tmp_path / "cache"))
+    commit_code(tmp_path)
     yield tmp_path
+
+
+def commit_code(folder: Path) -> None:
+    """A repository with a file in `src`, on branch main, for `helixctl doctor`."""
+    (folder / "src").mkdir()
+    (folder / "src/train.py").write_text("import torch\n", encoding="utf-8")
+    who = ["-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false"]
+    for words in (["init", "-q", "-b", "main"], ["add", "src"], [*who, "commit", "-qm", "code"]):
+        subprocess.run(["git", *words], cwd=folder, check=True)
 
 
 def follow(run: Runner, lines: list[str]) -> None:
@@ -93,7 +104,7 @@ def test_the_main_job_is_told_in_the_readme() -> None:
     commands = [line.split()[1] for line in block_lines(PAGES[0]) if line.startswith("helixctl ")]
     assert commands == ["init", "plan", "prepare", "train", "validate", "export"]
     told = {line.split()[1] for line in table_lines(PAGES[0])}
-    assert told == {*commands, "recipe"}
+    assert told == {*commands, "recipe", "doctor"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

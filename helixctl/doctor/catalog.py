@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -111,7 +112,7 @@ def _read(plugin: str) -> Rule:
         level=module.LEVEL,
         title=documentation.split("\n", 1)[0].partition(": ")[2].rstrip("."),
         documentation=documentation,
-        fix=" ".join(sections.get("Fix", "").split()).partition(". ")[0].rstrip(".") + ".",
+        fix=re.split(r"(?<=[^.])\. ", " ".join(sections.get("Fix", "").split()))[0].rstrip(".") + ".",
         markers=tuple(getattr(module, "MARKERS", ())),
         check=getattr(module, "check", None),
     )

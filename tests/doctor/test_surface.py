@@ -8,12 +8,14 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import yaml
 
 from helixctl.doctor.baseline import write_baseline
 from helixctl.doctor.finding import Edit, Finding
 from helixctl.doctor.fixes import apply_edits
 from helixctl.doctor.listing import format_names, format_report, make_report
 from tests.cli.runner import Runner
+from tests.conftest import ROOT
 
 ERROR = "import torch\nimport multiprocessing as mp\nctx = mp.get_context('fork')\n"
 WARNING = "import queue\nq = queue.Queue()\n"
@@ -326,3 +328,15 @@ def test_baseline_is_written_whole(tmp_path: Path) -> None:
     finding = Finding("HX002", "n", "error", "a.py", 1, 1, 1, 2, "m", text="t")
     assert write_baseline(path, [finding, finding]) == 2
     assert json.loads(path.read_text())["findings"] == [{"path": "a.py", "code": "HX002", "text": "t", "count": 2}]
+
+
+def test_pre_commit_hook_calls_the_command(run: Runner) -> None:
+    (hook,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
+    assert (hook["id"], hook["entry"]) == ("helixctl-doctor", "helixctl doctor")
+    assert run(*hook["entry"].split()[1:], "--help").code == 0
+
+
+def test_our_own_code_is_clean(monkeypatch: pytest.MonkeyPatch, run: Runner, tmp_path: Path) -> None:
+    monkeypatch.chdir(ROOT)
+    done = run("doctor", "helixctl", "scripts", "--cache-dir", tmp_path)
+    assert done.code == 0, done.out

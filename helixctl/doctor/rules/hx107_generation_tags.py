@@ -1,13 +1,14 @@
 """HX107: a chat template without working generation tags.
 
 What it checks
-    Templates written out as strings: {% generation %} inside a macro or a {% set %} block (an error); a template
-    given to a tokenizer without the tag, an error where the file asks for assistant masks, an info elsewhere.
+    Templates written out as strings: {% generation %} inside a macro or a {% set %} block (an error, in tests a
+    warning); a template given to a tokenizer without the tag, an error where the file asks for assistant masks, an
+    info elsewhere.
 Why it matters
     Masks of assistant tokens come from these tags. Without them the mask is all zeros, inside a macro or a set block
     it lies on the wrong tokens; either way the loss is computed on the wrong text and nothing fails.
 Fix
-    Put {% generation %} ... {% endgeneration %} around assistant output, at the top level or inside for and if only.
+    Put {% generation %} and {% endgeneration %} around assistant output, at the top level or inside for and if only.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from helixctl.doctor.finding import Hit
+from helixctl.doctor.finding import Hit, Level
 from helixctl.doctor.source import Source
 
 LEVEL = "error"
@@ -30,11 +31,12 @@ def check(source: Source) -> Iterator[Hit]:
     asks = _asks_for_masks(source)
     for constant in source.index.nodes(ast.Constant):
         text = constant.value
-        if not isinstance(text, str) or "{%" not in text:
+        if not isinstance(text, str) or "{%" not in text or _is_documentation(source, constant):
             continue
         where = _misplaced(text)
         if where is not None:
-            yield Hit(constant, f"{{% generation %}} inside a {where} block gives a wrong mask")
+            level: Level | None = "warning" if source.is_test else None
+            yield Hit(constant, f"{{% generation %}} inside a {where} block gives a wrong mask", level)
         elif "generation" not in text and "messages" in text and _is_template(source, constant):
             message = "this template has no {% generation %} tag, so masks of assistant tokens are all zeros"
             yield Hit(constant, message, None if asks else "info")
@@ -71,3 +73,8 @@ def _is_template(source: Source, constant: ast.Constant) -> bool:
         keyword.arg == "chat_template" and source.names.value(keyword.value) is constant
         for keyword in source.index.nodes(ast.keyword)
     )
+
+
+def _is_documentation(source: Source, constant: ast.Constant) -> bool:
+    """A docstring, or another string that nothing is done with."""
+    return isinstance(source.index.parents.get(constant), ast.Expr)
