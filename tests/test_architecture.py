@@ -39,6 +39,8 @@ LIGHT = (
     "data/sequence.py",
     "data/formats/*.py",
     "models/facts.py",
+    "profiling/*.py",
+    "engine/status.py",
     "models/drafters/*/options.py",
     "doctor/[!l]*.py",
     "doctor/listing.py",

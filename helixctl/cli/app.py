@@ -12,6 +12,7 @@ from helixctl.cli import render
 from helixctl.cli.doctor import doctor
 from helixctl.cli.logs import set_up_logs
 from helixctl.cli.process import heavy_imports, run_process
+from helixctl.cli.profile import profile
 from helixctl.doctor.guard import install_guard
 from helixctl.errors import RecipeError, UsageError
 from helixctl.version import __version__
@@ -33,6 +34,7 @@ app = typer.Typer(
 recipe_app = typer.Typer(help="About recipes themselves.", no_args_is_help=True)
 app.add_typer(recipe_app, name="recipe")
 app.command()(doctor)
+app.command()(profile)
 
 _FORK_GUARDED = ("train", "validate")
 """Commands that refuse a fork after CUDA's start unless told otherwise; nothing of ours forks."""

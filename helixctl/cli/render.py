@@ -7,7 +7,7 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from helixctl.data.regenerate import RegenerateResult
     from helixctl.doctor.probe import Outcome
     from helixctl.plan import Plan
+    from helixctl.profiling.compare import Comparison
     from helixctl.training.results import TrainResult, ValidationResult
 
 WIDTH = 100
@@ -185,6 +186,42 @@ def render_sample(tokens: Sequence[str], mask: Sequence[bool], title: str = "") 
     console.print(Text(f"{sum(mask)} of {len(mask)} tokens are supervised\n", style="dim"))
 
 
+def render_profile(report: dict[str, Any], files: Sequence[str]) -> None:
+    """The verdict of a profile, its tables, and where the files are."""
+    from helixctl.cli.profile_tables import profile_blocks
+
+    _print_blocks(profile_blocks(report, files))
+
+
+def render_threads(report: dict[str, Any]) -> None:
+    """The thread table of a profile."""
+    from helixctl.cli.profile_tables import footer, thread_table
+
+    _print_blocks([thread_table(report["threads"]), *(Text(line, style="dim") for line in footer(report))])
+
+
+def render_comparison(comparison: Comparison) -> None:
+    """Two profiles side by side."""
+    from helixctl.cli.profile_tables import comparison_blocks
+
+    _print_blocks(comparison_blocks(comparison))
+
+
+def is_screen() -> bool:
+    """True where a full-screen view can be shown."""
+    return _console().is_terminal
+
+
+@contextmanager
+def live_screen() -> Iterator[Callable[[RenderableType], None]]:
+    """Gives a function that replaces the whole screen; the old screen comes back at the end."""
+    from rich.live import Live
+
+    # No refresh thread of rich's own: threads belong to the engine.
+    with Live(console=Console(highlight=False), screen=True, auto_refresh=False, vertical_overflow="crop") as live:
+        yield lambda view: live.update(view, refresh=True)
+
+
 class ShowProgress(Protocol):
     """What a long command calls on its way."""
 
@@ -283,6 +320,12 @@ def _print_message(console: Console, text: Text, indent: int = 0) -> None:
         console.print(Padding(text, (0, 0, 0, indent), expand=False))
     else:
         console.print(Text(" " * indent) + text, soft_wrap=True)
+
+
+def _print_blocks(blocks: Iterable[RenderableType]) -> None:
+    console = _console()
+    for block in blocks:
+        console.print(block, soft_wrap=isinstance(block, Text) and not console.is_terminal)
 
 
 def _print_section(console: Console, title: str, rows: Mapping[str, RenderableType]) -> None:

@@ -53,7 +53,7 @@ class StatusFile:
         self._put("ended" if stopped else "failed", error)
 
     def _put(self, phase: str, error: BaseException | None) -> None:
-        began_at = time.perf_counter()
+        began_at = time.thread_time()
         content = {
             "schema": SCHEMA,
             "pid": os.getpid(),
@@ -71,4 +71,4 @@ class StatusFile:
             if not self._has_failed:
                 logger.warning("%s cannot be written; the run goes on: %s", self._path, problem)
             self._has_failed = True
-        self._spent_s += time.perf_counter() - began_at
+        self._spent_s += time.thread_time() - began_at

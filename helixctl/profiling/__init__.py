@@ -1,0 +1,1 @@
+"""Where the time of a running pipeline goes: threads, stacks, channels, GPUs, and what they add up to."""

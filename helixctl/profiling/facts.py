@@ -1,0 +1,252 @@
+"""What a recording says, in the few numbers that verdicts rest on. Judges nothing."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from helixctl.profiling import leaves, pipeline, threads
+from helixctl.profiling.gpu import GpuSample, throttle_reasons
+from helixctl.profiling.host import HostUse, host_between
+from helixctl.profiling.owners import ROLES, Crew, in_order, role_of
+from helixctl.profiling.pipeline import PipelineUse, StageFlow
+from helixctl.profiling.pyspy import Frames
+from helixctl.profiling.recording import Recording, cores_used
+from helixctl.profiling.slowdown import Slowdown, find_slowdown
+from helixctl.profiling.stalls import Stalls, find_stalls
+from helixctl.profiling.threads import ThreadUse
+
+
+@dataclass(frozen=True)
+class StageFacts:
+    """One stage: the thread that runs it, and the native threads that work for it. Shares are of the wall clock."""
+
+    name: str
+    role: str
+    num_threads: int
+    cores: float
+    """Core time of all its threads over the wall clock."""
+    system_share: float
+    """Of ``cores``, in the kernel."""
+    on_cpu_share: float
+    """Of its own thread, as everything below."""
+    run_queue_share: float | None
+    blocked_share: float
+    voluntary_per_s: float
+    minor_faults_per_s: float
+    gil_share: float | None
+    """Time that it held the GIL; None without stacks."""
+    leaf_shares: dict[str, float]
+    top_frames: tuple[tuple[str, float], ...]
+    waiting_frames: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True)
+class RoleFacts:
+    """All stages of one kind: means over their own threads, sums of cores and of the GIL."""
+
+    role: str
+    flow: StageFlow
+    stages: tuple[StageFacts, ...]
+
+    @property
+    def cores(self) -> float:
+        """Cores that the stages and their native threads use."""
+        return sum(stage.cores for stage in self.stages)
+
+    @property
+    def on_cpu_share(self) -> float:
+        """Mean over stages."""
+        return _mean(stage.on_cpu_share for stage in self.stages)
+
+    @property
+    def run_queue_share(self) -> float | None:
+        """Mean over stages; None where the kernel does not count it."""
+        found = [stage.run_queue_share for stage in self.stages if stage.run_queue_share is not None]
+        return fmean(found) if found else None
+
+    @property
+    def blocked_share(self) -> float:
+        """Mean over stages."""
+        return _mean(stage.blocked_share for stage in self.stages)
+
+    @property
+    def gil_share(self) -> float:
+        """Sum over stages."""
+        return sum(stage.gil_share or 0.0 for stage in self.stages)
+
+    def leaf_share(self, *prefixes: str) -> float:
+        """Mean share of the leaf classes that begin so."""
+        return _mean(
+            sum(share for name, share in stage.leaf_shares.items() if name.startswith(prefixes))
+            for stage in self.stages
+        )
+
+
+@dataclass(frozen=True)
+class GpuFacts:
+    """One GPU over the window: means of what it told; ``throttled_share`` is of the looks."""
+
+    uuid: str
+    name: str
+    means: dict[str, float]
+    throttled_share: float
+    throttles: tuple[str, ...]
+    missing: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything that the rules look at."""
+
+    seconds: float
+    ticks: int
+    """Looks at the stacks; 0 without them."""
+    error_share: float
+    stacks_problem: str | None
+    crew: Crew
+    stages: tuple[StageFacts, ...]
+    """Stages, the main thread, and every other thread that took a core now and then; along the pipeline."""
+    threads: tuple[tuple[str, ThreadUse], ...]
+    """Owner and use of every thread."""
+    pipeline: PipelineUse | None
+    roles: tuple[RoleFacts, ...]
+    gil_share: float | None
+    """Time that anybody held the GIL."""
+    stalls: Stalls | None
+    gpus: tuple[GpuFacts, ...]
+    host: HostUse | None
+    slowdown: Slowdown | None
+    """Against the stretch without a profiler, in the same run."""
+    profiler_cores: float
+    vanished: tuple[str, ...]
+    """Stages whose thread has gone although the run goes on."""
+    failure: str | None
+    """What the run said when it failed."""
+    warmed_up: bool
+
+
+def find_facts(seen: Recording) -> Facts:
+    """Add a recording up."""
+    crew = pipeline.crew_of(seen.last_status)
+    uses = threads.use_between(seen.threads[0], seen.threads[-1]) if len(seen.threads) > 1 else ()
+    owned = tuple((crew.owner(use.thread_id, use.name, seen.pid), use) for use in uses)
+    stages = _stages(owned, seen, crew)
+    window = [status for status in seen.statuses if status["at_s"] >= seen.window_at - 0.5]
+    use = pipeline.use_between(window[0], window[-1]) if len(window) > 1 else None
+    status = seen.last_status
+    return Facts(
+        seconds=seen.seconds,
+        ticks=seen.stacks.ticks,
+        error_share=seen.stacks.errors / seen.stacks.ticks if seen.stacks.ticks else 0.0,
+        stacks_problem=seen.stacks.problem,
+        crew=crew,
+        stages=stages,
+        threads=owned,
+        pipeline=use,
+        roles=_roles(use, stages, crew) if use is not None else (),
+        gil_share=_gil_share(seen, seen.gil.num_samples),
+        stalls=find_stalls(window, role_groups(crew)) if use is not None else None,
+        gpus=_gpus(seen),
+        host=host_between(*seen.host, seen.seconds) if seen.host is not None else None,
+        slowdown=find_slowdown(seen),
+        profiler_cores=cores_used(seen),
+        vanished=_vanished(seen, crew),
+        failure=status["error"] if status is not None and status["phase"] == "failed" else None,
+        warmed_up=status is None or pipeline.is_open(status),
+    )
+
+
+def role_groups(crew: Crew) -> list[tuple[str, tuple[str, ...]]]:
+    """The stages of each role, upstream first."""
+    grouped = [(role, tuple(name for name in crew.stages if role_of(name) == role)) for role in ROLES]
+    return [(role, names) for role, names in grouped if names]
+
+
+def _stages(owned: Sequence[tuple[str, ThreadUse]], seen: Recording, crew: Crew) -> tuple[StageFacts, ...]:
+    groups: dict[str, list[ThreadUse]] = defaultdict(list)
+    for owner, use in owned:
+        groups[_group_name(owner, use, seen, crew)].append(use)
+    own_thread = {stage: thread_id for thread_id, stage in (crew.by_thread_id or {}).items()}
+    return tuple(_stage(name, groups[name], own_thread.get(name), seen) for name in in_order(list(groups)))
+
+
+def _group_name(owner: str, use: ThreadUse, seen: Recording, crew: Crew) -> str:
+    """Python's own name of a thread that no stage owns: the system knows it as ``python`` only."""
+    return owner if owner in crew.stages else seen.stacks.names.get(use.thread_id, owner)
+
+
+def _stage(name: str, uses: Sequence[ThreadUse], own_thread: int | None, seen: Recording) -> StageFacts:
+    own = next((use for use in uses if use.thread_id == own_thread), uses[0])
+    cores = sum(use.on_cpu_share for use in uses)
+    stacks: Mapping[Frames, int] = seen.stacks.by_thread.get(own.thread_id, Counter())
+    native = seen.native.by_thread.get(own.thread_id) if seen.native is not None else None
+    held = sum(seen.gil.by_thread.get(use.thread_id, Counter()).total() for use in uses)
+    return StageFacts(
+        name=name,
+        role=role_of(name),
+        num_threads=len(uses),
+        cores=cores,
+        system_share=sum(use.system_share for use in uses) / cores if cores else 0.0,
+        on_cpu_share=own.on_cpu_share,
+        run_queue_share=own.run_queue_share,
+        blocked_share=own.blocked_share,
+        voluntary_per_s=own.voluntary_per_s,
+        minor_faults_per_s=sum(use.minor_faults_per_s for use in uses),
+        gil_share=_gil_share(seen, held),
+        leaf_shares=leaves.shares(native or stacks),
+        top_frames=tuple(leaves.top_frames(stacks)),
+        waiting_frames=tuple(leaves.waiting_frames(stacks)),
+    )
+
+
+def _gil_share(seen: Recording, held: int) -> float | None:
+    """Samples with the GIL over the looks that py-spy managed in the time: both passes are late together."""
+    if seen.gil.problem is not None or not seen.gil.rate_hz or not seen.stacks.ticks:
+        return None
+    looks = seen.stacks.ticks * seen.gil.rate_hz / seen.stacks.rate_hz
+    return min(held / looks, 1.0)
+
+
+def _roles(use: PipelineUse, stages: Sequence[StageFacts], crew: Crew) -> tuple[RoleFacts, ...]:
+    return tuple(
+        RoleFacts(flow.role, flow, tuple(stage for stage in stages if stage.name in flow.stages))
+        for flow in pipeline.flows(use, role_groups(crew))
+    )
+
+
+def _gpus(seen: Recording) -> tuple[GpuFacts, ...]:
+    by_uuid: dict[str, list[GpuSample]] = defaultdict(list)
+    for sample in seen.gpus:
+        by_uuid[sample.uuid].append(sample)
+    return tuple(_gpu(uuid, samples, seen) for uuid, samples in by_uuid.items())
+
+
+def _gpu(uuid: str, samples: Sequence[GpuSample], seen: Recording) -> GpuFacts:
+    names = {name for sample in samples for name in sample.values if name != "throttle_mask"}
+    reasons = [throttle_reasons(int(sample.values.get("throttle_mask", 0))) for sample in samples]
+    return GpuFacts(
+        uuid=uuid,
+        name=seen.gpu_names.get(uuid, ""),
+        means={name: _mean(s.values[name] for s in samples if name in s.values) for name in sorted(names)},
+        throttled_share=_mean(float(bool(found)) for found in reasons),
+        throttles=tuple(sorted({reason for found in reasons for reason in found})),
+        missing=seen.gpu_missing.get(uuid, {}),
+    )
+
+
+def _vanished(seen: Recording, crew: Crew) -> tuple[str, ...]:
+    status = seen.last_status
+    if status is None or status["phase"] != "running" or seen.has_ended or not seen.threads:
+        return ()
+    alive = {reading.thread_id for reading in seen.threads[-1].readings}
+    running = {stage["name"] for stage in status["stages"] if stage["state"] == "running"}
+    owners = (crew.by_thread_id or {}).items()
+    return tuple(stage for thread_id, stage in owners if stage in running and thread_id not in alive)
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return fmean(found) if found else 0.0
