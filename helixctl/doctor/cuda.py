@@ -28,6 +28,8 @@ _ALLOCATING_NAMES = (
 _INITIALISING = frozenset(f"torch.cuda.{name}" for name in _INITIALISING_NAMES)
 _ALLOCATING = frozenset(f"torch.{name}" for name in _ALLOCATING_NAMES)
 _LAZY = frozenset({"torch.device", "torch.Generator", "torch.autocast", "torch.amp.autocast", "torch.amp.GradScaler"})
+_PLACED_BY_KEYWORD = {"torch.nn.parallel.DistributedDataParallel": "device_ids", "transformers.pipeline": "device"}
+_RANKS = frozenset({"rank", "local_rank", "gpu", "gpu_id", "device_id"})
 _PROCESSES = ("multiprocessing.Process", "multiprocessing.Pool", "multiprocessing.Manager")
 _EXECUTOR = "concurrent.futures.ProcessPoolExecutor"
 _CONTEXT = "multiprocessing.get_context()"
@@ -43,6 +45,8 @@ def is_cuda_call(source: Source, node: ast.Call) -> bool:
     if name in _ALLOCATING:
         device = node.args[0] if name == "torch.set_default_device" and node.args else _keyword(node, "device")
         return names_cuda(source, device)
+    if name in _PLACED_BY_KEYWORD:
+        return _is_device(source, _keyword(node, _PLACED_BY_KEYWORD[name]))
     if isinstance(node.func, ast.Attribute):
         return _is_move(source, node, node.func)
     return names_cuda(source, _keyword(node, "device_map"))
@@ -56,11 +60,24 @@ def _is_move(source: Source, node: ast.Call, function: ast.Attribute) -> bool:
         return known and len(node.args) < 2 and not base[:1].isupper()
     if function.attr == "to":
         candidates = [*node.args[:1], *(k.value for k in node.keywords if k.arg == "device")]
-        return any(names_cuda(source, candidate) for candidate in candidates)
+        return any(_is_device(source, candidate) for candidate in candidates)
     if function.attr == "from_pretrained":
         device = _keyword(node, "device_map")
         return names_cuda(source, device) or (isinstance(device, ast.Constant) and device.value in ("auto", 0))
     return False
+
+
+def _is_device(source: Source, node: ast.expr | None) -> bool:
+    """Whether an argument that places something means a CUDA device: by its name, its number, or that of a rank."""
+    if node is None:
+        return False
+    if isinstance(node, ast.List | ast.Tuple):
+        return any(_is_device(source, element) for element in node.elts)
+    number = source.names.constant(node)
+    is_number = isinstance(number, int) and not isinstance(number, bool) and number >= 0
+    called = getattr(node, "attr", None) or getattr(node, "id", None)
+    accelerated = source.names.qualified(node) == "accelerate.Accelerator().device"
+    return is_number or called in _RANKS or accelerated or names_cuda(source, node)
 
 
 def names_cuda(source: Source, node: ast.expr | None) -> bool:

@@ -14,7 +14,7 @@ import ast
 from collections.abc import Iterator
 
 from helixctl.doctor.finding import Hit
-from helixctl.doctor.source import Source
+from helixctl.doctor.source import Source, place
 
 LEVEL = "warning"
 MARKERS = (b"CUDA_VISIBLE_DEVICES",)
@@ -25,19 +25,19 @@ def check(source: Source) -> Iterator[Hit]:
     """Writes to the environment."""
     first = _torch_import(source)
     for node in _writes(source):
-        if first is not None and first < node.lineno:
-            yield Hit(node, f"{_NAME} is set after torch was imported in line {first}")
+        if first is not None and first < place(node):
+            yield Hit(node, f"{_NAME} is set after torch was imported in line {first[0]}")
 
 
-def _torch_import(source: Source) -> int | None:
-    """The line of the first import of torch at module level."""
+def _torch_import(source: Source) -> tuple[int, int] | None:
+    """The place of the first import of torch at module level."""
     lines = []
     for plain in source.index.nodes(ast.Import):
         if any(alias.name.split(".")[0] == "torch" for alias in plain.names) and source.runs_at_import(plain):
-            lines.append(plain.lineno)
+            lines.append(place(plain))
     for node in source.index.nodes(ast.ImportFrom):
         if (node.module or "").split(".")[0] == "torch" and not node.level and source.runs_at_import(node):
-            lines.append(node.lineno)
+            lines.append(place(node))
     return min(lines, default=None)
 
 

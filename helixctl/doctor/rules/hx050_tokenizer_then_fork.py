@@ -18,7 +18,7 @@ from helixctl.doctor.cuda import loader_context, loaders
 from helixctl.doctor.finding import Hit
 from helixctl.doctor.flow import Flow
 from helixctl.doctor.source import Source
-from helixctl.doctor.tokenizing import is_tokenizer
+from helixctl.doctor.tokenizing import is_tokenizer, looks_like_tokenizer
 
 LEVEL = "warning"
 MARKERS = (b"DataLoader",)
@@ -39,4 +39,4 @@ def _uses(source: Source, call: ast.Call) -> bool:
     function = call.func
     if isinstance(function, ast.Attribute) and function.attr in ("encode", "batch_encode_plus", "encode_plus"):
         function = function.value
-    return is_tokenizer(source, function)
+    return is_tokenizer(source, function) or looks_like_tokenizer(function)
