@@ -81,6 +81,15 @@ def test_recipe_error_answers_without_torch(tmp_path: Path) -> None:
     assert not imported(done.stderr) & SLOW_TO_IMPORT
 
 
+def test_doctor_looks_at_code_without_torch(tmp_path: Path) -> None:
+    source = tmp_path / "train.py"
+    source.write_text("import torch\nfrom torch.utils.data import DataLoader\nDataLoader([], num_workers=2)\n")
+    done = python("-X", "importtime", "-m", "helixctl", "doctor", str(source), "--no-cache")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "HX010" in done.stdout
+    assert not imported(done.stderr) & SLOW_TO_IMPORT
+
+
 # -------------------------------------------------------------------------------------------------------------- source
 
 

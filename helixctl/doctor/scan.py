@@ -67,8 +67,13 @@ def make_task(path: Path, relative: str, ignored: Sequence[str]) -> FileTask:
 
 
 def _check(rule: Rule, source: Source) -> Iterator[Hit]:
-    if rule.check is not None:
+    if rule.check is None:
+        return
+    try:
         yield from rule.check(source)
+    except Exception as error:
+        error.add_note(f"while {rule.code} looked at {source.path}")  # a bug of ours: the report of it names the place
+        raise
 
 
 def _is_valid(text: str) -> bool:
