@@ -1,15 +1,15 @@
 """Exports of a drafter for serving: ``config.json``, ``model.safetensors`` (bfloat16) and a model card.
 
 The folder is written beside its place, read back from the disk by the plug-in's second implementation, compared with
-the drafter in memory, and only then put in place. What belongs to one algorithm (names, keys, commands of serving
-engines) comes from its plug-in.
+the drafter in memory, and only then put in place. What belongs to one algorithm (formats, names, keys, commands of
+serving engines) comes from its plug-in.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,17 +19,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from helixctl.checkpoint.atomic import new_folder
+from helixctl.checkpoint.card import Card, make_card, public_name
+from helixctl.checkpoint.header import CONFIG_FILE, WEIGHTS_FILE, read_config
+from helixctl.checkpoint.published import load_format
 from helixctl.errors import CheckpointError
 from helixctl.models.facts import TargetFacts
 from helixctl.plugins import DRAFTERS, load_plugin
 from helixctl.recipe.schema import DrafterOptions
 from helixctl.version import __version__
 
-CONFIG_FILE = "config.json"
-WEIGHTS_FILE = "model.safetensors"
 CARD_FILE = "README.md"
 MARKER = "exported_by"
 """Key of config.json that marks a folder as an export, which another export may replace."""
+DEFAULT_FORMAT = "zlab"
 
 TOLERANCE = 1e-4
 """Largest difference allowed between the two implementations, relative to the largest logit. Measured: 5e-7 (width 32)
@@ -50,13 +52,20 @@ class ExportSource:
     """Optimizer steps of the checkpoint."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Measured values for the card."""
+    format: str = DEFAULT_FORMAT
+    """One of the algorithm's formats."""
+    license: str | None = None
+    """Of the drafter, for the card."""
+    recipe: str | None = None
+    """What it was trained with, YAML, for the card."""
 
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What was written, and how it compares with the drafter in memory."""
+    """What was written, and how it compares with what it was made from."""
 
     dir: Path
+    format: str
     tensors: int
     bytes: int
     """Size of ``model.safetensors``."""
@@ -80,24 +89,55 @@ def export_drafter(model: nn.Module, source: ExportSource, output_dir: Path) -> 
     """
     output_dir = output_dir.resolve()
     check_replaceable(output_dir)
-    plugin = _part(source, "plugin")
-    config = plugin.export_config(source.options, source.facts, source.taps) | {MARKER: f"helixctl {__version__}"}
-    tensors: dict[str, Tensor] = plugin.export_state(model)
-    _check_tensors(tensors, config)
+    form = load_format(source.options.algorithm, source.format)
+    describe = _part(source, "published").describe
+    config = form.write(describe(source.options, source.facts, source.taps, source.target))
+    tensors: dict[str, Tensor] = _part(source, "plugin").export_state(model)
+    card = make_card(_card_of(source, output_dir.name))
+
+    def compare(folder: Path) -> float:
+        return _read_back(folder, model, source, form.flatten)
+
+    difference = write_published(output_dir, config, tensors, card, compare)
+    num_bytes = (output_dir / WEIGHTS_FILE).stat().st_size
     commands = serving_commands(source, output_dir)
+    return ExportResult(output_dir, source.format, len(tensors), num_bytes, difference, commands)
+
+
+def write_published(
+    output_dir: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    card: str,
+    compare: Callable[[Path], float],
+) -> float:
+    """Write a published folder, read it back, and put it in place if ``compare`` of what was written does not raise.
+
+    Returns:
+        What ``compare`` returned.
+
+    Raises:
+        CheckpointError: a weight is not finite, the disk refuses, or tensors came back changed.
+    """
+    _check_tensors(tensors, config)
+    marked = {**config, MARKER: f"helixctl {__version__}"}
     with new_folder(output_dir, "export") as folder:
-        (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-        (folder / CARD_FILE).write_text(_make_card(source, output_dir.name), encoding="utf-8")
-        difference = _read_back(folder, model, source, tensors)
-        num_bytes = (folder / WEIGHTS_FILE).stat().st_size
-    return ExportResult(output_dir, len(tensors), num_bytes, difference, commands)
+        (folder / CONFIG_FILE).write_text(json.dumps(marked, indent=2) + "\n", encoding="utf-8")
+        save_file(dict(tensors), folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        (folder / CARD_FILE).write_text(card, encoding="utf-8")
+        read = load_file(folder / WEIGHTS_FILE)
+        wrong = sorted(name for name in tensors.keys() | read.keys() if not _same(tensors.get(name), read.get(name)))
+        if wrong:
+            raise CheckpointError(f"tensors changed on the way to the disk: {', '.join(wrong)}", fix="check the disk")
+        return compare(folder)
 
 
 def serving_commands(source: ExportSource, drafter: Path | str) -> dict[str, str]:
     """Serving engine -> the command that serves the target with the drafter in folder ``drafter``."""
     part = _part(source, "serving")
-    commands: dict[str, str] = part.serving_commands(source.target, str(drafter), source.options.block_size)
+    commands: dict[str, str] = part.serving_commands(
+        source.format, source.target, str(drafter), source.options.block_size
+    )
     return commands
 
 
@@ -126,15 +166,14 @@ def check_replaceable(output_dir: Path) -> None:
         )
 
 
-def _read_back(folder: Path, model: nn.Module, source: ExportSource, tensors: Mapping[str, Tensor]) -> float:
-    """Load the written files and compare: tensors bit for bit, block logits up to rounding."""
-    config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+def _read_back(
+    folder: Path, model: nn.Module, source: ExportSource, flatten: Callable[[Mapping[str, Any]], dict[str, Any]]
+) -> float:
+    """Load the written files and compare block logits, up to rounding."""
     read = load_file(folder / WEIGHTS_FILE)
-    wrong = sorted(name for name in tensors.keys() | read.keys() if not _same(tensors.get(name), read.get(name)))
-    if wrong:
-        raise CheckpointError(f"tensors changed on the way to the disk: {', '.join(wrong)}", fix="check the disk")
     rounded = copy.deepcopy(model).to("cpu", torch.float32)
     _part(source, "plugin").import_state(rounded, read)
+    config = flatten(read_config(folder))
     difference = _part(source, "readback").largest_difference(rounded, source.facts, config, read)
     if not difference.max_abs <= TOLERANCE * max(difference.scale, 1.0):
         raise CheckpointError(
@@ -168,24 +207,23 @@ def _part(source: ExportSource, part: str) -> Any:
     return load_plugin(DRAFTERS, source.options.algorithm, part)
 
 
-def _make_card(source: ExportSource, name: str) -> str:
-    """A minimal model card; numbers only where they were measured, no paths of this machine."""
-    local = Path(source.target).is_dir()
-    base = Path(source.target).name if local else source.target
-    head = ["---", *([] if local else [f"base_model: {base}"]), "tags:", "- speculative-decoding", "---", ""]
-    facts = [
-        f"- target: {base}",
-        f"- algorithm: {source.options.algorithm}",
-        f"- block size: {source.options.block_size} tokens, the anchor included",
-        f"- tapped target layers (0-based, their output): {', '.join(map(str, source.taps))}",
-        f"- mask token id: {source.options.mask_token_id}",
-        *([] if source.step is None else [f"- trained for {source.step} steps"]),
-        *(f"- {metric}: {value:g}" for metric, value in sorted(source.metrics.items())),
-    ]
-    commands = [
-        line
-        for engine, command in serving_commands(replace(source, target=base), name).items()
-        for line in ("", f"{engine}:", "", f"    {command}")
-    ]
-    title = [f"# {name}", "", f"A drafter for speculative decoding of {base}, written by helixctl {__version__}.", ""]
-    return "\n".join([*head, *title, *facts, "", "## Serving", *commands]) + "\n"
+def _card_of(source: ExportSource, name: str) -> Card:
+    base = public_name(source.target)
+    facts = {
+        "block size": f"{source.options.block_size} tokens, the anchor included",
+        "tapped target layers": f"{', '.join(map(str, source.taps))} (0-based, their output)",
+        "mask token id": str(source.options.mask_token_id),
+    }
+    if source.step:
+        facts["trained for"] = f"{source.step} steps"
+    return Card(
+        name=name,
+        algorithm=source.options.algorithm,
+        format=source.format,
+        target=source.target,
+        license=source.license,
+        facts=facts,
+        metrics=source.metrics,
+        recipe=source.recipe,
+        commands=serving_commands(replace(source, target=base), name),
+    )

@@ -10,18 +10,16 @@ import typer
 
 from helixctl.cli import render
 from helixctl.cli.doctor import doctor
+from helixctl.cli.exporting import convert, export
+from helixctl.cli.loading import AsJson, Checkpoint, Overrides, RecipePath, check_exists, load, load_plan
 from helixctl.cli.logs import set_up_logs
 from helixctl.cli.process import heavy_imports, run_process
 from helixctl.cli.profile import profile
 from helixctl.doctor.guard import install_guard
-from helixctl.errors import RecipeError, UsageError
 from helixctl.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from helixctl.plan import Plan
-    from helixctl.recipe.schema import Recipe
 
 app = typer.Typer(
     name="helixctl",
@@ -35,19 +33,11 @@ recipe_app = typer.Typer(help="About recipes themselves.", no_args_is_help=True)
 app.add_typer(recipe_app, name="recipe")
 app.command()(doctor)
 app.command()(profile)
+app.command()(export)
+app.command()(convert)
 
 _FORK_GUARDED = ("train", "validate")
 """Commands that refuse a fork after CUDA's start unless told otherwise; nothing of ours forks."""
-
-RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe file (YAML).", show_default=False)]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Replace one option, e.g. train.steps=100; may be repeated."),
-]
-Checkpoint = Annotated[
-    Path | None, typer.Option(metavar="FOLDER", help="A checkpoint of the run; the best one if left out.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
 def main() -> None:
@@ -106,8 +96,8 @@ def validate(
 
     Fails when a proof fails or when greedy output is not the target's own.
     """
-    _check_exists(checkpoint, "--checkpoint")
-    _check_exists(prompts, "--prompts")
+    check_exists(checkpoint, "--checkpoint")
+    check_exists(prompts, "--prompts")
     plan = load_plan(recipe, set_)
     with heavy_imports():
         from helixctl.training.validate import run_validation
@@ -149,23 +139,6 @@ def prepare(
         render.render_sample(sample.tokens, sample.supervised, f"document {i}")
 
 
-@app.command()
-def export(
-    recipe: RecipePath,
-    set_: Overrides = None,
-    checkpoint: Checkpoint = None,
-    output: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Where to write; a folder in run.dir if left out.")
-    ] = None,
-) -> None:
-    """Write a checkpoint in the published format that serving engines load."""
-    _check_exists(checkpoint, "--checkpoint")
-    plan = load_plan(recipe, set_)
-    with heavy_imports():
-        from helixctl.training.commands import run_export
-    render.render_export(run_export(plan, checkpoint=checkpoint, output=output))
-
-
 @app.command("plan")
 def show_plan(
     recipe: RecipePath,
@@ -177,7 +150,7 @@ def show_plan(
     as_json: AsJson = False,
 ) -> None:
     """Say what a recipe will do and cost; writes nothing."""
-    _check_exists(target_config, "--target-config")
+    check_exists(target_config, "--target-config")
     overrides = [*(set_ or [])]
     if target_config is not None:
         overrides.append(f"target.config={json.dumps(str(target_config))}")
@@ -213,26 +186,6 @@ def schema() -> None:
     render.render_json(recipe_schema())
 
 
-def load(path: Path, overrides: Sequence[str] | None) -> Recipe:
-    """The recipe that a command was given."""
-    from helixctl.recipe.load import load_recipe
-
-    return load_recipe(path, overrides or ())
-
-
-def load_plan(path: Path, overrides: Sequence[str] | None) -> Plan:
-    """The plan for a recipe on this machine; mistakes found by the plan get their place in the file."""
-    from helixctl.machine import read_machine
-    from helixctl.plan import make_plan
-    from helixctl.recipe.load import locate
-
-    recipe = load(path, overrides)
-    try:
-        return make_plan(recipe, read_machine())
-    except RecipeError as error:
-        raise locate(error, path, overrides or ()) from None
-
-
 def _regenerate(plan: Plan) -> None:
     """Let the target answer the recipe's prompts."""
     with heavy_imports():
@@ -240,8 +193,3 @@ def _regenerate(plan: Plan) -> None:
     with render.progress("answers") as show_progress:
         result = run_regeneration(plan, show_progress)
     render.render_regeneration(result)
-
-
-def _check_exists(path: Path | None, option: str) -> None:
-    if path is not None and not path.exists():
-        raise UsageError(f"{option}: there is no {path}", fix="check the path")

@@ -204,7 +204,7 @@ def _live(path: Path, options: CheckOptions, *, failed: bool) -> Iterator[Outcom
         yield Outcome("LIVE000", "target and drafter", "skip", text, "mend what failed above", 0.0)
         return
     with heavy_imports():
-        from helixctl.cli.app import load_plan
+        from helixctl.cli.loading import load_plan
         from helixctl.doctor.live import prove_live
     with render.progress("proofs") as show_progress:
         yield from prove_live(

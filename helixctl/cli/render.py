@@ -20,6 +20,7 @@ from rich.text import Text
 from helixctl.errors import HelixError, Problem, RecipeError, StageFailed
 
 if TYPE_CHECKING:
+    from helixctl.checkpoint.check import CheckResult
     from helixctl.checkpoint.export import ExportResult
     from helixctl.data.prepare import PrepareResult
     from helixctl.data.regenerate import RegenerateResult
@@ -32,6 +33,7 @@ WIDTH = 100
 _REDRAW_S = 0.2
 _PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421, 0x9B: 0x241B}
 _STATE_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
+_SEVERITY_STYLES = {"error": "bold red", "warning": "bold yellow", "note": "dim"}
 _SEGMENT_STYLES = {"draft": "green", "bonus": "yellow", "prefill": "cyan"}
 
 
@@ -143,6 +145,21 @@ def render_export(result: ExportResult) -> None:
     for engine, command in result.commands.items():
         console.print(Text(f"serve with {engine}", style="bold"))
         _print_message(console, Text(f"{command}\n"), indent=2)
+
+
+def render_check(result: CheckResult) -> None:
+    """A published drafter: what is wrong with it, and what each engine would do with it."""
+    console = _console()
+    head = {name: format_value(name, getattr(result, name)) for name in ("dir", "format", "tensors", "parameters")}
+    _print_section(console, f"a drafter of {result.algorithm}", head)
+    for finding in result.findings:
+        whom = f" ({', '.join(finding.engines)})" if finding.engines else ""
+        severity = (finding.severity, _SEVERITY_STYLES[finding.severity])
+        _print_message(console, Text.assemble(severity, f"{whom}: {_visible(finding.message)}"))
+        _print_fix(console, finding.fix)
+    for view in result.engines:
+        state = "reads it" if view.reads else "does not read it as it was meant"
+        _print_section(console, f"{view.engine}: {state}", view.uses)
 
 
 def render_validation(result: ValidationResult) -> None:

@@ -138,6 +138,7 @@ def _path_keys(data: dict[str, Any]) -> Iterator[tuple[Key, bool]]:
     yield ("target", "model"), True
     yield ("target", "config"), False
     yield ("compile", "cache"), False
+    yield ("drafter", "init_from"), True
     yield ("data", "regenerate", "prompts"), True
     for sources in (("data", "train"), ("data", "validation", "sources")):
         listed = _get(data, sources)
@@ -202,6 +203,10 @@ def _check_together(recipe: Recipe, drafter: DrafterOptions | None, source: Sour
         message = f"is {drafter.block_size}, but a row has only {recipe.data.seq_len} tokens"
         fix = "use a smaller block_size or a larger data.seq_len"
         yield Problem("drafter.block_size", message, source.where(("drafter", "block_size")), fix)
+    start = drafter and drafter.init_from
+    if start and not (start / "config.json").is_file():
+        where = source.where(("drafter", "init_from"))
+        yield Problem("drafter.init_from", f"{start} holds no config.json", where, "name a published drafter's folder")
     yield from _check_plugins(recipe, source)
 
 

@@ -250,3 +250,5 @@ class DrafterOptions(Section):
     """Blocks per row."""
     mask_token_id: NonNegativeInt
     """Fills the rest of a block: a row of the embedding that never occurs in text; not eos, not pad."""
+    init_from: Path | None = None
+    """Folder of a published drafter for the same target, whoever made it, whose weights training starts from."""

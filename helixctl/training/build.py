@@ -32,6 +32,7 @@ from helixctl.plan import Plan
 from helixctl.plugins import DRAFTERS, load_plugin
 from helixctl.training.drafter import DrafterStage, Lane, Observer
 from helixctl.training.feature_cache import CachedFeatures, FeatureSource
+from helixctl.training.published import load_into, open_for
 from helixctl.training.reduce import ProcessDrafters, Reducer, SingleDrafter
 from helixctl.training.stages import Captured, NumberSource, PostStage, ReaderStage, TargetStage, Work, make_slot
 from helixctl.training.state import TrainState, num_steps
@@ -262,6 +263,9 @@ def _builder(plan: Plan, targets: Targets, lane: int) -> Callable[[], tuple[nn.M
         model = build_drafter(plan, torch.device(device))
         plugin: Any = drafter_plugin(plan)
         plugin.initialise(model, targets.nearest(device).layers, shared)
+        start = plan.recipe.drafter.init_from
+        if start is not None:
+            load_into(model, open_for(plan, start, starts=True))
         return model, shared
 
     return build

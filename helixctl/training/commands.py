@@ -5,11 +5,20 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import yaml
 
-from helixctl.checkpoint.export import ExportResult, ExportSource, check_replaceable, export_drafter
+from helixctl.checkpoint.export import (
+    DEFAULT_FORMAT,
+    ExportResult,
+    ExportSource,
+    check_replaceable,
+    export_drafter,
+)
+from helixctl.checkpoint.published import load_format
 from helixctl.data.prompts import read_prompts
 from helixctl.data.regenerate import RegenerateJob, RegenerateResult, regenerate
 from helixctl.errors import Problem, RecipeError, UsageError
@@ -20,27 +29,63 @@ from helixctl.training.process import set_up_process
 from helixctl.training.restore import load_trained
 from helixctl.training.run_dir import choose_checkpoint
 
+_PLACES = {"init_from"}
+"""Options of drafters that name a place on this machine."""
 
-def run_export(plan: Plan, *, checkpoint: Path | None = None, output: Path | None = None) -> ExportResult:
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """What `helixctl export` was asked for."""
+
+    checkpoint: Path | None = None
+    """A checkpoint of the run, or a published drafter; None takes the best of the run, else its newest."""
+    output: Path | None = None
+    """Folder of the export; None takes one in the run directory."""
+    format: str = DEFAULT_FORMAT
+    base_model: str | None = None
+    """Name that the target is published under, where the recipe names a folder."""
+    license: str | None = None
+    """Of the drafter, for its card."""
+
+
+def run_export(plan: Plan, request: ExportRequest | None = None) -> ExportResult:
     """Export a checkpoint: the one given, else the best of the run, else its newest.
 
     Raises:
-        CheckpointError: there is no whole checkpoint.
-        ExportError, UsageError: the folder holds something else, cannot be written, or does not read back equal.
+        CheckpointError: there is no whole checkpoint, the folder holds something else or cannot be written, or what was
+            written does not read back equal.
+        UsageError: there is no such format.
     """
-    destination = output or plan.recipe.run.dir / "export"
+    request = request or ExportRequest()
+    load_format(plan.recipe.drafter.algorithm, request.format)
+    default = "export" if request.format == DEFAULT_FORMAT else f"export-{request.format}"
+    destination = request.output or plan.recipe.run.dir / default
     check_replaceable(destination)
-    path = choose_checkpoint(plan.recipe.run.dir, checkpoint)
+    path = choose_checkpoint(plan.recipe.run.dir, request.checkpoint)
     trained = load_trained(plan, path, torch.device("cpu"))
     source = ExportSource(
         options=plan.recipe.drafter,
         facts=plan.target,
         taps=plan.target_layer_ids,
-        target=plan.recipe.target.model,
+        target=request.base_model or plan.recipe.target.model,
         step=trained.step,
         metrics=_metrics(plan.recipe.run.dir, trained.step),
+        format=request.format,
+        license=request.license,
+        recipe=_public_recipe(plan),
     )
     return export_drafter(trained.model, source, destination)
+
+
+def _public_recipe(plan: Plan) -> str:
+    """What others need to know of the recipe: no place on this machine."""
+    recipe = plan.recipe.model_dump(mode="json", exclude={"drafter"})
+    shown = {
+        "drafter": plan.recipe.drafter.model_dump(mode="json", exclude_none=True, exclude=_PLACES),
+        "train": {name: value for name, value in recipe["train"].items() if value is not None},
+        "data": {name: recipe["data"][name] for name in ("seq_len", "packing", "mask_policy")},
+    }
+    return yaml.safe_dump(shown, sort_keys=False)
 
 
 def run_regeneration(

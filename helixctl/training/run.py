@@ -26,6 +26,7 @@ from helixctl.recipe.load import dump_recipe
 from helixctl.training.build import Control, Pipeline, Targets, build_pipeline
 from helixctl.training.live import LiveDecoder, decode_options, held_out_prompts
 from helixctl.training.process import set_up_process
+from helixctl.training.published import open_for
 from helixctl.training.recorder import Recorder
 from helixctl.training.results import TrainResult
 from helixctl.training.run_dir import claimed_run_dir, find_resume_point
@@ -47,6 +48,8 @@ def run_training(plan: Plan, *, resume: bool = False, status_every_s: float = EV
     """
     store = Store.open(plan.recipe.data.store)
     check_tokenizer(store, load_fast_tokenizer(plan.recipe.target))
+    if plan.recipe.drafter.init_from is not None:
+        open_for(plan, plan.recipe.drafter.init_from, starts=True)  # refuses another drafter before anything is loaded
     set_up_process(plan)
     with claimed_run_dir(plan.recipe.run.dir) as run_dir, InterruptFlag() as interrupt:
         remove_leftovers(run_dir / "checkpoints")

@@ -10,56 +10,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from helixctl.checkpoint import export
-from helixctl.checkpoint.export import ExportSource, export_drafter
+from helixctl.checkpoint.export import export_drafter
 from helixctl.errors import CheckpointError
 from helixctl.models.drafters.dflash import plugin
-from helixctl.models.drafters.dflash.options import Options
-from helixctl.models.facts import TargetFacts
-
-
-def make_facts(**changes: Any) -> TargetFacts:
-    values: dict[str, Any] = {
-        "num_layers": 6,
-        "hidden_size": 32,
-        "vocab_size": 100,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 8,
-        "intermediate_size": 48,
-        "tie_word_embeddings": True,
-        "model_type": "llama",
-        "max_positions": 256,
-        "rope_theta": 10000.0,
-        "rms_norm_eps": 1e-5,
-        "recurrent": False,
-        "embedding_scale": 1.0,
-        "logit_softcap": None,
-        "architectures": ("LlamaForCausalLM",),
-        "dtype": "float32",
-        "bos_token_ids": (1,),
-        "eos_token_ids": (2,),
-        "pad_token_ids": (0,),
-    }
-    return TargetFacts(**values | changes)
-
-
-def make_source(**facts: Any) -> ExportSource:
-    options = Options(num_layers=2, block_size=5, mask_token_id=7)
-    return ExportSource(options, make_facts(**facts), (1, 4), "org/target-8b", 300, {"val/accept_len": 2.25})
-
-
-def make_drafter(source: ExportSource, seed: int = 0) -> nn.Module:
-    """Random everywhere, norms too, and far from what bfloat16 can hold."""
-    assert isinstance(source.options, Options)
-    model = plugin.build(source.options, source.facts, source.taps, seed)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
-    return model
+from helixctl.models.drafters.dflash.formats import zlab
+from helixctl.models.drafters.dflash.published import Published
+from tests.checkpoint.builders import make_drafter, make_source
 
 
 @pytest.mark.parametrize("facts", [{}, {"embedding_scale": 5.66, "logit_softcap": 30.0}, {"rope_theta": 1e6}])
@@ -146,12 +104,12 @@ def test_a_wrong_key_in_the_config_is_found_and_the_old_export_stays(
     source = make_source()
     export_drafter(make_drafter(source), source, tmp_path / "out")
     before = (tmp_path / "out" / "model.safetensors").read_bytes()
-    right = plugin.export_config
+    right = zlab.write
 
-    def wrong(*arguments: Any) -> dict[str, Any]:
-        return right(*arguments) | {key: CONFIG_FAULTS[key]}
+    def wrong(drafter: Published) -> dict[str, Any]:
+        return right(drafter) | {key: CONFIG_FAULTS[key]}
 
-    monkeypatch.setattr(plugin, "export_config", wrong)
+    monkeypatch.setattr(zlab, "write", wrong)
     with pytest.raises((CheckpointError, RuntimeError)):
         export_drafter(make_drafter(source, 1), source, tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
@@ -186,7 +144,14 @@ def test_the_card_says_what_it_is(tmp_path: Path) -> None:
     source = make_source()
     export_drafter(make_drafter(source), source, tmp_path / "out")
     card = (tmp_path / "out" / "README.md").read_text()
-    for text in ("base_model: org/target-8b", "block size: 5", "1, 4", "mask token id: 7", "val/accept_len: 2.25"):
+    for text in (
+        "base_model: org/target-8b",
+        "block size: 5",
+        "1, 4",
+        "mask token id: 7",
+        "speculative-decoding",
+        "| val/accept_len | 2.25 |",
+    ):
         assert text in card
     assert str(tmp_path) not in card
 

@@ -192,14 +192,14 @@ def test_validate_refuses_files_that_are_not_there(run, recipe, tmp_path):
 def test_export_passes_its_options_on(run, recipe, monkeypatch, tmp_path):
     calls = []
 
-    def run_export(plan, **options):
-        calls.append(options)
+    def run_export(plan, request):
+        calls.append(request)
         return Exported(tmp_path / "out", 2048, {"engine": "serve --with drafter"})
 
-    fake_module(monkeypatch, "helixctl.training.commands", run_export=run_export)
-    done = run("export", recipe, "--output", tmp_path / "out", "--checkpoint", tmp_path)
+    fake_module(monkeypatch, "helixctl.training.commands", run_export=run_export, ExportRequest=lambda *asked: asked)
+    done = run("export", recipe, "--output", tmp_path / "out", "--checkpoint", tmp_path, "--license", "mit")
     assert done.code == 0
-    assert calls == [{"checkpoint": tmp_path, "output": tmp_path / "out"}]
+    assert calls == [(tmp_path, tmp_path / "out", "zlab", None, "mit")]
     assert "serve --with drafter" in done.out
     assert "2.0 KiB" in done.out
 

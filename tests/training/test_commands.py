@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from helixctl.checkpoint.store import load_checkpoint
 from helixctl.errors import CheckpointError, RecipeError
-from helixctl.training.commands import run_export, run_regeneration
+from helixctl.training.commands import ExportRequest, run_export, run_regeneration
 from tests.chats import make_chat_world, write_jsonl
 from tests.cli.runner import Runner
 from tests.training.conftest import TrainedWorld
@@ -84,9 +84,8 @@ def test_export_takes_the_best_checkpoint_and_the_run_folder_unless_told(trained
     run_dir = Path(trained.result.run_dir)
     best = run_dir / "checkpoints" / f"step-{trained.result.best_step:08d}"
     default = run_export(trained.plan())
-    given = run_export(
-        trained.plan(), checkpoint=run_dir / "checkpoints/step-00000004", output=tmp_path / "deep" / "out"
-    )
+    request = ExportRequest(run_dir / "checkpoints/step-00000004", tmp_path / "deep" / "out")
+    given = run_export(trained.plan(), request)
     for result, folder, checkpoint in (
         (default, run_dir / "export", best),
         (given, tmp_path / "deep" / "out", run_dir / "checkpoints/step-00000004"),
@@ -115,5 +114,5 @@ def test_an_export_may_be_repeated_and_never_replaces_other_files(
 def test_a_drafter_of_another_recipe_is_not_exported(trained: TrainedWorld, tmp_path: Path) -> None:
     for override, words in (("drafter.num_layers=1", "unknown"), ("drafter.mask_token_id=311", "another mask token")):
         with pytest.raises(CheckpointError, match=words):
-            run_export(trained.plan(override), output=tmp_path / "out")
+            run_export(trained.plan(override), ExportRequest(output=tmp_path / "out"))
     assert not (tmp_path / "out").exists()

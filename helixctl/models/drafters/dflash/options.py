@@ -61,6 +61,8 @@ class Options(DrafterOptions):
     def _check_heads(self) -> Self:
         if self.head_dim is not None and self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary positions, not {self.head_dim}")
+        if self.init_layers is not None and self.init_from is not None:
+            raise ValueError("init_layers and init_from are both given; a drafter starts from one of them")
         if self.init_layers is not None and len(self.init_layers) != self.num_layers:
             raise ValueError(f"init_layers names {len(self.init_layers)} layers, num_layers is {self.num_layers}")
         if self.num_heads and self.num_kv_heads and self.num_heads % self.num_kv_heads:

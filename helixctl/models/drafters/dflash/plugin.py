@@ -1,9 +1,8 @@
-"""What the rest of helixctl calls: build, policy, and the published checkpoint format in both directions."""
+"""What the rest of helixctl calls: build, policy, and the tensors of published checkpoints in both directions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from helixctl.errors import CheckpointError
 from helixctl.models.drafters.dflash.initial import copy_target_layers
 from helixctl.models.drafters.dflash.model import DFlashDraftModel
-from helixctl.models.drafters.dflash.options import Options, Shape, make_shape
+from helixctl.models.drafters.dflash.options import Options, make_shape
 from helixctl.models.drafters.dflash.policy import DFlashPolicy
 from helixctl.models.facts import TargetFacts
 from helixctl.models.shared import SharedWeights
@@ -78,73 +77,3 @@ def import_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     if wrong:
         raise CheckpointError("the drafter does not fit: " + "; ".join(sorted(wrong)), fix="check the drafter's sizes")
     model.load_state_dict(dict(tensors))
-
-
-def export_config(options: Options, facts: TargetFacts, taps: Sequence[int]) -> dict[str, Any]:
-    """``config.json`` of the published format, with every key that z-lab's code, vLLM and SGLang read.
-
-    Keys that consumers look for in two places are written in both.
-    """
-    shape = make_shape(options, facts, len(taps))
-    return {
-        "architectures": ["DFlashDraftModel"],
-        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
-        "model_type": "qwen3",
-        "dtype": "bfloat16",
-        "block_size": options.block_size,
-        "dflash_config": _dflash_section(options, facts, taps),
-        "num_target_layers": facts.num_layers,
-        "max_position_embeddings": facts.max_positions,
-        **_decoder_keys(shape),
-        **_rotary_keys(shape),
-        "bos_token_id": facts.bos_token_ids[0] if facts.bos_token_ids else None,
-        "eos_token_id": facts.eos_token_ids[0] if facts.eos_token_ids else None,
-        "pad_token_id": facts.pad_token_ids[0] if facts.pad_token_ids else None,
-    }
-
-
-def _dflash_section(options: Options, facts: TargetFacts, taps: Sequence[int]) -> dict[str, Any]:
-    section: dict[str, Any] = {
-        "block_size": options.block_size,
-        "mask_token_id": options.mask_token_id,
-        "target_layer_ids": list(taps),
-        "causal": False,
-    }
-    if facts.embedding_scale != 1.0:
-        section["input_embedding_scale"] = facts.embedding_scale
-    if facts.logit_softcap is not None:
-        section["final_logit_softcapping"] = facts.logit_softcap
-    return section
-
-
-def _decoder_keys(shape: Shape) -> dict[str, Any]:
-    return {
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": shape.rms_norm_eps,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "initializer_range": INITIAL_STD,
-        "is_causal": False,
-        "layer_types": ["full_attention"] * shape.num_layers,
-        "use_sliding_window": False,
-        "sliding_window": None,
-        "max_window_layers": shape.num_layers,
-        "tie_word_embeddings": False,
-        "use_cache": True,
-    }
-
-
-def _rotary_keys(shape: Shape) -> dict[str, Any]:
-    """Both schemas: older stacks read the first two, transformers 5 the third."""
-    return {
-        "rope_theta": shape.rope_theta,
-        "rope_scaling": None,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
-    }

@@ -1,7 +1,8 @@
 """A second, plain implementation of the drafter that knows nothing but an exported config.json and its tensors.
 
 It shares no code with ``model.py`` or ``policy.py``: float32, one block at a time, taps concatenated, one full matrix
-of scores. An export is compared with it before it is called done, and it is the slow reference in tests.
+of scores. An export is compared with it before it is called done, and it is the slow reference in tests. It reads
+z-lab's keys; configurations of other formats are flattened into them first.
 
 Legend: T context tokens, B block size, K taps, H width, D head width, V vocabulary.
 """
@@ -9,14 +10,16 @@ Legend: T context tokens, B block size, K taps, H width, D head width, V vocabul
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from helixctl.models.drafters.dflash.formats import zlab
 from helixctl.models.drafters.dflash.model import DFlashDraftModel
 from helixctl.models.drafters.dflash.policy import DFlashPolicy
+from helixctl.models.drafters.dflash.published import Published
 from helixctl.models.facts import TargetFacts
 from helixctl.models.shared import SharedWeights
 
@@ -46,20 +49,52 @@ def largest_difference(
         tensors: Read from the exported model.safetensors.
     """
     assert isinstance(model, DFlashDraftModel)
+    probe = _make_probe(config, facts.vocab_size)
+    shared = SharedWeights(probe.embedding, probe.head, None, facts.embedding_scale, facts.logit_softcap, nn.Identity())
+    return _difference(_policy_logits(model, shared, probe), _probe_logits(config, tensors, probe))
+
+
+def published_difference(
+    source: tuple[Published, Mapping[str, Tensor]], written: tuple[Mapping[str, Any], Mapping[str, Tensor]]
+) -> Difference:
+    """Compare a published drafter with what was written of it (a flat config.json); 0.0 where they are the same."""
+    drafter, tensors = source
+    config = zlab.write(replace(drafter, num_target_layers=0))  # which it does not compute with
+    probe = _make_probe(config, drafter.vocab_size)
+    return _difference(_probe_logits(config, tensors, probe), _probe_logits(*written, probe))
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """A random context and the target's tables, for any drafter of these sizes."""
+
+    features: list[Tensor]  # K x [T, H]
+    embedding: Tensor  # [V, H]
+    head: Tensor  # [V', H]
+    anchor_id: int
+
+
+def _make_probe(config: Mapping[str, Any], vocab_size: int) -> _Probe:
     generator = torch.Generator().manual_seed(0)
-    width, section = facts.hidden_size, config["dflash_config"]
+    width, section = int(config["hidden_size"]), config["dflash_config"]
     num_taps, mask_id = len(section["target_layer_ids"]), int(section["mask_token_id"])
     anchor_id = 0 if mask_id else 1
     scales = 10.0 ** torch.arange(num_taps).remainder(3)  # taps of a real target differ in scale
     features = [torch.randn(CONTEXT_TOKENS, width, generator=generator) * scale for scale in scales]
-    embedding = torch.zeros(facts.vocab_size, width)  # untouched rows take no memory
+    embedding = torch.zeros(vocab_size, width)  # untouched rows take no memory
     embedding[[anchor_id, mask_id]] = torch.randn(2, width, generator=generator)
-    head = torch.randn(min(NUM_CLASSES, facts.vocab_size), width, generator=generator)
-    shared = SharedWeights(embedding, head, None, facts.embedding_scale, facts.logit_softcap, nn.Identity())
-    own = _policy_logits(model, shared, features, anchor_id)
-    block = embedding[[anchor_id] + [mask_id] * (int(section["block_size"]) - 1)]
-    read = block_logits(config, tensors, torch.cat(features, dim=-1), block, head)
-    return Difference(float((own - read).abs().max()), float(read.abs().max()))
+    head = torch.randn(min(NUM_CLASSES, vocab_size), width, generator=generator)
+    return _Probe(features, embedding, head, anchor_id)
+
+
+def _probe_logits(config: Mapping[str, Any], tensors: Mapping[str, Tensor], probe: _Probe) -> Tensor:
+    section = config["dflash_config"]
+    ids = [probe.anchor_id] + [int(section["mask_token_id"])] * (int(section["block_size"]) - 1)
+    return block_logits(config, tensors, torch.cat(probe.features, dim=-1), probe.embedding[ids], probe.head)
+
+
+def _difference(one: Tensor, other: Tensor) -> Difference:
+    return Difference(float((one - other).abs().max()), float(other.abs().max()))
 
 
 def block_logits(
@@ -127,10 +162,11 @@ def _turn(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def _policy_logits(model: DFlashDraftModel, shared: SharedWeights, features: list[Tensor], anchor_id: int) -> Tensor:
+def _policy_logits(model: DFlashDraftModel, shared: SharedWeights, probe: _Probe) -> Tensor:
     """The same logits from the drafter itself, as decoding computes them."""
     policy = DFlashPolicy(model, shared)
-    length = len(features[0])
+    length = len(probe.features[0])
+    taps = [tap[None] for tap in probe.features]
     policy.start(1, length)
-    policy.extend([tap[None] for tap in features], torch.arange(length)[None], torch.ones(1, length, dtype=torch.bool))
-    return policy.draft_logits(torch.tensor([anchor_id]), torch.tensor([length]))[0]
+    policy.extend(taps, torch.arange(length)[None], torch.ones(1, length, dtype=torch.bool))
+    return policy.draft_logits(torch.tensor([probe.anchor_id]), torch.tensor([length]))[0]

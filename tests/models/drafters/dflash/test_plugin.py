@@ -11,7 +11,9 @@ from pydantic import ValidationError
 
 from helixctl.errors import CheckpointError, ModelError
 from helixctl.models.drafters.dflash import plugin
+from helixctl.models.drafters.dflash.formats import zlab
 from helixctl.models.drafters.dflash.options import activation_bytes, make_shape, num_taps_of, parameter_count
+from helixctl.models.drafters.dflash.published import describe
 from tests.models.drafters.dflash.builders import FACTS, MASK, TAPS, make_model, make_options
 
 # What z-lab's loader, vLLM and SGLang read (dflash-spec 4.1).
@@ -107,7 +109,7 @@ def test_foreign_state_names_every_difference():
 
 
 def test_config_has_every_key_that_is_read():
-    config = plugin.export_config(make_options(block_size=8), FACTS, TAPS)
+    config = zlab.write(describe(make_options(block_size=8), FACTS, TAPS, None))
     assert json.loads(json.dumps(config)) == config
     assert config.keys() >= CONSUMED
     section = config["dflash_config"]
@@ -121,7 +123,7 @@ def test_config_has_every_key_that_is_read():
 
 def test_config_tells_of_scaled_embeddings_and_capped_logits():
     facts = dataclasses.replace(FACTS, embedding_scale=5.5, logit_softcap=30.0)
-    section = plugin.export_config(make_options(), facts, TAPS)["dflash_config"]
+    section = zlab.write(describe(make_options(), facts, TAPS, None))["dflash_config"]
     assert (section["input_embedding_scale"], section["final_logit_softcapping"]) == (5.5, 30.0)
 
 

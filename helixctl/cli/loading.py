@@ -1,0 +1,56 @@
+"""What several commands begin with: the recipe that they were given, its plan, and paths that must exist."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from helixctl.errors import RecipeError, UsageError
+
+if TYPE_CHECKING:
+    from helixctl.plan import Plan
+    from helixctl.recipe.schema import Recipe
+
+RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe file (YAML).", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Replace one option, e.g. train.steps=100; may be repeated."),
+]
+Checkpoint = Annotated[
+    Path | None,
+    typer.Option(metavar="FOLDER", help="A checkpoint of the run, the best one if left out; or a published drafter."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+def load(path: Path, overrides: Sequence[str] | None) -> Recipe:
+    """The recipe that a command was given."""
+    from helixctl.recipe.load import load_recipe
+
+    return load_recipe(path, overrides or ())
+
+
+def load_plan(path: Path, overrides: Sequence[str] | None) -> Plan:
+    """The plan for a recipe on this machine; mistakes found by the plan get their place in the file."""
+    from helixctl.machine import read_machine
+    from helixctl.plan import make_plan
+    from helixctl.recipe.load import locate
+
+    recipe = load(path, overrides)
+    try:
+        return make_plan(recipe, read_machine())
+    except RecipeError as error:
+        raise locate(error, path, overrides or ()) from None
+
+
+def check_exists(path: Path | None, option: str) -> None:
+    """Refuse a path that is not there.
+
+    Raises:
+        UsageError: names the option.
+    """
+    if path is not None and not path.exists():
+        raise UsageError(f"{option}: there is no {path}", fix="check the path")

@@ -1,0 +1,1 @@
+"""Published formats, one file each, named as the format: ``matches``, ``read``, ``write`` and ``flatten``."""

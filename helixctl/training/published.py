@@ -1,0 +1,85 @@
+"""Published drafters, of any format, as starting points of training and in place of a run's own checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from helixctl.checkpoint.published import PublishedDrafter, open_published
+from helixctl.errors import CheckpointError
+from helixctl.plan import Plan
+from helixctl.plugins import DRAFTERS, load_plugin
+
+_SIZES = (
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "intermediate_size",
+    "rope_theta",
+    "rms_norm_eps",
+    "taps",
+)
+_TARGETS = ("hidden_size", "vocab_size", "embedding_scale")
+_FREE_AT_START = ("block_size", "mask_token_id")
+"""What training may change; a drafter that is only measured keeps it."""
+_RECIPE_NAMES = {"taps": "target_layer_ids"}
+
+
+def open_for(plan: Plan, folder: Path, *, starts: bool) -> PublishedDrafter:
+    """The published drafter in ``folder``, after a look whether it is the plan's; its weights are not read yet.
+
+    Args:
+        plan: Names the target and the drafter's sizes.
+        folder: Any known format.
+        starts: Training starts from it: block size and mask token may then differ.
+
+    Raises:
+        CheckpointError: not a drafter, one that helixctl cannot compute, or another than the recipe's; the fix says
+            what to set.
+    """
+    found = open_published(folder)
+    drafter = plan.recipe.drafter
+    if found.algorithm != drafter.algorithm:
+        raise CheckpointError(
+            f"{folder} is a drafter of {found.algorithm}, the recipe's of {drafter.algorithm}",
+            fix=f"set drafter.algorithm: {found.algorithm}",
+        )
+    describe = load_plugin(DRAFTERS, drafter.algorithm, "published").describe
+    theirs = asdict(found.describe())
+    ours = asdict(describe(drafter, plan.target, plan.target_layer_ids, None))
+    checked = (*_SIZES, *(() if starts else _FREE_AT_START))
+    wrong = [name for name in (*_TARGETS, *checked) if not _same(theirs[name], ours[name])]
+    if wrong:
+        listed = "; ".join(f"{name} is {theirs[name]}, the recipe's {ours[name]}" for name in wrong)
+        raise CheckpointError(f"{folder} is another drafter: {listed}", fix=_fix(theirs, wrong))
+    return found
+
+
+def load_into(model: nn.Module, found: PublishedDrafter) -> None:
+    """Put the published weights into ``model``, whose types stay as they are.
+
+    Raises:
+        CheckpointError: tensors are missing, unknown, or of other shapes.
+    """
+    plugin: Any = load_plugin(DRAFTERS, found.algorithm, "plugin")
+    plugin.import_state(model, found.load_tensors())
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and isinstance(other, float):
+        return abs(one - other) <= 1e-6 * max(abs(one), abs(other))
+    return bool(one == other)
+
+
+def _fix(theirs: dict[str, Any], wrong: list[str]) -> str:
+    if set(wrong) & set(_TARGETS):
+        return "name the target that it was trained for"
+    values = {_RECIPE_NAMES.get(name, name): theirs[name] for name in wrong}
+    return " ".join(
+        f"--set drafter.{name}={list(value) if isinstance(value, tuple) else value}".replace(", ", ",")
+        for name, value in values.items()
+    )
