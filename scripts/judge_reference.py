@@ -19,12 +19,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from helixctl.checkpoint.convert import convert
 from helixctl.checkpoint.export import ExportSource, export_drafter
+from helixctl.checkpoint.published import open_published
 from helixctl.data.batch import SlotBatch
 from helixctl.decoding.speculative import DecodeOptions, decode_plain, decode_speculative
 from helixctl.errors import HelixError, UsageError
 from helixctl.models.drafters.dflash import plugin
 from helixctl.models.drafters.dflash.options import Options
+from helixctl.models.drafters.dflash.published import options_of
 from helixctl.models.facts import TargetFacts, read_target_facts
 from helixctl.models.target import Target
 from helixctl.recipe.schema import TargetOptions
@@ -76,28 +79,12 @@ def main() -> None:
 
 def load_case(target_dir: Path, export_dir: Path, prompts: list[list[int]], max_new_tokens: int) -> Case:
     """Read target and export back from their folders."""
-    config = json.loads((export_dir / "config.json").read_text(encoding="utf-8"))
-    target = load_target(target_dir, tuple(config["dflash_config"]["target_layer_ids"]))
-    options = options_of(config)
+    published = open_published(export_dir).describe()
+    target = load_target(target_dir, published.taps)
+    options = options_of(published)
     drafter = plugin.build(options, target.facts, target.taps, 0)
     plugin.import_state(drafter, load_file(export_dir / "model.safetensors"))
     return Case(target_dir, export_dir, target, drafter, options, prompts, max_new_tokens)
-
-
-def options_of(config: dict[str, Any]) -> Options:
-    """The drafter's options, from an exported config.json alone."""
-    return Options(
-        num_layers=config["num_hidden_layers"],
-        target_layer_ids=tuple(config["dflash_config"]["target_layer_ids"]),
-        block_size=config["block_size"],
-        mask_token_id=config["dflash_config"]["mask_token_id"],
-        num_heads=config["num_attention_heads"],
-        num_kv_heads=config["num_key_value_heads"],
-        head_dim=config["head_dim"],
-        intermediate_size=config["intermediate_size"],
-        rope_theta=config["rope_parameters"]["rope_theta"],
-        rms_norm_eps=config["rms_norm_eps"],
-    )
 
 
 def load_target(folder: Path, taps: tuple[int, ...]) -> Target:
@@ -136,9 +123,12 @@ def write_reference(case: Case, work: Path) -> None:
         {"prompt": prompt, "tokens": list(one.tokens), "accepted": list(one.accepted), "plain": list(alone.tokens)}
         for prompt, one, alone in zip(case.prompts, drafted, plain, strict=True)
     ]
+    target = str(case.target_dir.resolve())
+    speculators = convert(case.export_dir, work / "speculators", "speculators", target=target, facts=case.target.facts)
     reference = {
-        "target": str(case.target_dir.resolve()),
+        "target": target,
         "export": str(case.export_dir.resolve()),
+        "speculators_export": str(speculators.dir),
         "max_new_tokens": case.max_new_tokens,
         "stop_ids": stop_ids,
         "answers": answers,

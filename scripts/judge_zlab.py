@@ -7,12 +7,8 @@ Legend: S tokens of a row, A anchors, B block size, K taps, H width, V vocabular
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import dflash.model
@@ -21,26 +17,20 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-TOLERANCE = 1e-4
-"""Of relative differences: two float32 implementations of the same thing are at 1e-6."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """One comparison."""
-
-    what: str
-    equal: bool
-    detail: str
+from scripts.judge_common import (
+    Verdict,
+    judge_answer,
+    judge_loading,
+    judge_numbers,
+    read_arguments,
+    relative,
+    report,
+)
 
 
 def main() -> int:
     """Compare everything and report."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("work", type=Path)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    reference = json.loads((arguments.work / "reference.json").read_text(encoding="utf-8"))
+    work, path, reference = read_arguments(__doc__)
     dflash.model._cuda_time = time.perf_counter  # it would wait for a GPU
     target = AutoModelForCausalLM.from_pretrained(reference["target"], dtype=torch.float32).eval()
     drafter, loading = dflash.model.DFlashDraftModel.from_pretrained(
@@ -48,15 +38,9 @@ def main() -> int:
     )
     drafter.eval()
     verdicts = [judge_loading(loading)]
-    verdicts += judge_blocks(target, drafter, load_file(arguments.work / "reference.safetensors"))
+    verdicts += judge_blocks(target, drafter, load_file(work / "reference.safetensors"))
     verdicts += judge_answers(target, drafter, reference)
-    return report(verdicts, arguments.json)
-
-
-def judge_loading(loading: dict[str, Any]) -> Verdict:
-    """Every tensor has its place, and no place is left without one."""
-    troubles = {kind: sorted(map(str, names)) for kind, names in loading.items() if names}
-    return Verdict("tensor names and shapes", not troubles, str(troubles) if troubles else "all found")
+    return report("dflash 0.1.0", verdicts, path)
 
 
 @torch.inference_mode()
@@ -102,73 +86,9 @@ def judge_answers(target: Any, drafter: Any, reference: dict[str, Any]) -> list[
             return_stats=True,
         )
         tokens = result.output_ids[0, result.num_input_tokens :].tolist()
-        cycles, ours = (
-            full_cycles(accepted, reference["max_new_tokens"], drafter.block_size)
-            for accepted in (result.acceptance_lengths, answer["accepted"])
-        )
-        mean = sum(cycles) / len(cycles) if cycles else float("nan")
-        verdicts += [
-            judge_list(f"answer {number}, tokens", answer["tokens"], tokens, f"{len(tokens)} tokens"),
-            judge_list(f"answer {number}, plain tokens", answer["plain"], tokens, "helixctl without a drafter"),
-            judge_list(f"answer {number}, accepted", ours, cycles, f"{len(cycles)} full cycles, mean {mean:.3f}"),
-        ]
+        sizes = (reference["max_new_tokens"], drafter.block_size)
+        verdicts += judge_answer(number, answer, (tokens, result.acceptance_lengths), sizes)
     return verdicts
-
-
-def full_cycles(accepted: list[int], max_new_tokens: int, block_size: int) -> list[int]:
-    """The cycles that drafted a whole block.
-
-    Near the length limit z-lab drafts a shorter block, helixctl (as serving engines do) a whole one whose end is not
-    verified. All slots of a block see each other, so the drafts may then differ, and the answers do not.
-    """
-    emitted, full = 1, []  # the prefill emits the first token
-    for count in accepted:
-        if max_new_tokens - emitted + 1 < block_size:
-            break
-        full.append(count)
-        emitted += count
-    return full
-
-
-def judge_numbers(what: str, difference: float) -> Verdict:
-    """Equal up to rounding; NaN is not."""
-    return Verdict(what, difference <= TOLERANCE, f"largest relative difference {difference:.1e}")
-
-
-def judge_list(what: str, ours: list[int], theirs: list[int], detail: str) -> Verdict:
-    """Equal entry by entry, or where they part."""
-    if ours == theirs:
-        return Verdict(what, True, detail)
-    first = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
-    return Verdict(what, False, f"differ from entry {first}: helixctl {ours[first:][:6]}, z-lab {theirs[first:][:6]}")
-
-
-def relative(one: Tensor, other: Tensor) -> float:
-    """Largest difference, each over its own value plus the mean value; infinite where shapes differ.
-
-    Not over the largest value: single dimensions of a real target's features are a thousand times the others.
-    """
-    if one.shape != other.shape:
-        return float("inf")
-    size = other.abs()
-    return float(((one - other).abs() / (size + size.mean())).max())
-
-
-def report(verdicts: list[Verdict], path: Path | None) -> int:
-    """Print the table and the JSON."""
-    width = max(len(v.what) for v in verdicts)
-    for v in verdicts:
-        print(f"{v.what:<{width}}  {'equal' if v.equal else 'DIFFERS':<8} {v.detail}")
-    result = {
-        "judge": "dflash 0.1.0",
-        "equal": all(v.equal for v in verdicts),
-        "verdicts": [asdict(v) for v in verdicts],
-    }
-    text = json.dumps(result)
-    print(text)
-    if path is not None:
-        path.write_text(text + "\n", encoding="utf-8")
-    return 0 if result["equal"] else 1
 
 
 if __name__ == "__main__":

@@ -46,35 +46,34 @@ def convert(
     drafter = _complete(found.describe(), target, facts)
     tensors = found.load_tensors()
     config = form.write(drafter) | {"dtype": _only_dtype(tensors)}
-    served = str(drafter.target or "TARGET")
+    readback = load_plugin(DRAFTERS, found.algorithm, "readback")
 
     def compare(folder: Path) -> float:
-        readback = load_plugin(DRAFTERS, found.algorithm, "readback")
-        config, written = form.flatten(read_config(folder)), load_file(folder / WEIGHTS_FILE)
-        difference = float(readback.published_difference((drafter, tensors), (config, written)).max_abs)
+        written = (form.flatten(read_config(folder)), load_file(folder / WEIGHTS_FILE))
+        difference = float(readback.published_difference((drafter, tensors), written).max_abs)
         if difference:
-            raise CheckpointError(
-                f"the converted drafter's logits differ by {difference:g}", fix="report this as a bug"
-            )
+            raise CheckpointError(f"the converted logits differ by {difference:g}", fix="report this as a bug")
         return difference
 
-    serving = load_plugin(DRAFTERS, found.algorithm, "serving")
-
-    def commands(name: str, base: str) -> dict[str, str]:
-        made: dict[str, str] = serving.serving_commands(format_name, base, name, drafter.block_size)
-        return made
-
+    served = str(drafter.target or "TARGET")
     card = Card(
         name=output_dir.name,
         algorithm=found.algorithm,
         format=format_name,
         target=served,
         facts={"converted from": f"the {found.format} format"},
-        commands=commands(output_dir.name, public_name(served)),
+        commands=_commands(found.algorithm, format_name, public_name(served), output_dir.name, drafter.block_size),
     )
     write_published(output_dir, config, tensors, make_card(card), compare)
     num_bytes = (output_dir / WEIGHTS_FILE).stat().st_size
-    return ExportResult(output_dir, format_name, len(tensors), num_bytes, 0.0, commands(str(output_dir), served))
+    commands = _commands(found.algorithm, format_name, served, str(output_dir), drafter.block_size)
+    return ExportResult(output_dir, format_name, len(tensors), num_bytes, 0.0, commands)
+
+
+def _commands(algorithm: str, format_name: str, target: str, drafter: str, block_size: int) -> dict[str, str]:
+    part = load_plugin(DRAFTERS, algorithm, "serving")
+    commands: dict[str, str] = part.serving_commands(format_name, target, drafter, block_size)
+    return commands
 
 
 def _complete(drafter: Any, target: str | None, facts: TargetFacts | None) -> Any:
