@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from helixctl.errors import UsageError
+
+_WORLD_DEFAULTS = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 
 
 @dataclass(frozen=True)
@@ -19,6 +24,20 @@ class Gpu:
 
 
 @dataclass(frozen=True)
+class World:
+    """The processes that train together, and which of them this one is; torchrun's variables say so."""
+
+    size: int = 1
+    """Processes on all hosts together."""
+    rank: int = 0
+    """Number of this process among all; 0 alone writes metrics and checkpoints."""
+    local_size: int = 1
+    """Processes on this host."""
+    local_rank: int = 0
+    """Number of this process on its host; chooses its GPUs."""
+
+
+@dataclass(frozen=True)
 class Machine:
     """Facts that the plan depends on. GPU i is the device `cuda:i`."""
 
@@ -29,6 +48,15 @@ class Machine:
     gpus: tuple[Gpu, ...] = ()
     has_bf16_cpu: bool = False
     """The processor multiplies bfloat16 matrices (avx512_bf16 or amx_bf16)."""
+    world: World = World()
+    """This process among those that train together."""
+
+    @property
+    def own_gpus(self) -> tuple[str, ...]:
+        """Devices of this process: an equal, contiguous share of the host's GPUs; all of them where it is alone."""
+        share = len(self.gpus) // self.world.local_size
+        first = self.world.local_rank * share
+        return tuple(f"cuda:{i}" for i in range(first, first + share))
 
 
 def read_machine(root: Path = Path("/")) -> Machine:
@@ -38,7 +66,25 @@ def read_machine(root: Path = Path("/")) -> Machine:
         total_memory_bytes=_total_memory_bytes(root),
         gpus=_read_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")),
         has_bf16_cpu=_has_bf16(root),
+        world=read_world(os.environ),
     )
+
+
+def read_world(environment: Mapping[str, str]) -> World:
+    """What torchrun, or a launcher like it, says about this process.
+
+    Raises:
+        UsageError: the variables contradict each other.
+    """
+    values = {name: environment.get(name, default) for name, default in _WORLD_DEFAULTS.items()}
+    told = ", ".join(f"{name}={value}" for name, value in values.items())
+    fix = "start the run with torchrun, which sets all four; for one process, unset them"
+    if not all(value.isdecimal() for value in values.values()):
+        raise UsageError(f"{told}: these variables are whole numbers", fix=fix)
+    world = World(*(int(value) for value in values.values()))
+    if not (world.rank < world.size and world.local_rank < world.local_size <= world.size):
+        raise UsageError(f"{told}: these variables contradict each other", fix=fix)
+    return world
 
 
 def _read(path: Path) -> str:

@@ -73,10 +73,10 @@ def memory_warnings(lines: tuple[MemoryLine, ...], machine: Machine) -> Iterator
 
 
 def device_bytes(device: str, machine: Machine) -> int:
-    """Memory of a device: main memory for `cpu`."""
-    return (
-        machine.gpus[int(device.removeprefix("cuda:"))].memory_bytes if device != "cpu" else machine.total_memory_bytes
-    )
+    """Memory of a device; for `cpu` this process's equal share of main memory."""
+    if device == "cpu":
+        return machine.total_memory_bytes // machine.world.local_size
+    return machine.gpus[int(device.removeprefix("cuda:"))].memory_bytes
 
 
 def _on_device(load: Load, device: str) -> Iterator[MemoryLine]:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from helixctl.errors import Problem, RecipeError
-from helixctl.machine import Machine
+from helixctl.machine import Machine, World
 from helixctl.memory import Load, MemoryLine, estimate_memory, memory_warnings
 from helixctl.models.facts import TargetFacts, read_target_facts
 from helixctl.plugins import DRAFTERS, load_plugin
@@ -42,17 +42,19 @@ class Plan:
     """Input buffers per drafter."""
     threads: int
     """CPU threads of each compute stage."""
+    world: World
+    """The processes that train together; devices, slots, threads and memory are those of one."""
     packing: bool
     """Several documents per row; off for a recurrent target, whatever the recipe says."""
     batches_per_step: int
-    """Micro-batches of one step, all drafters together."""
+    """Micro-batches of one step, all drafters of all processes together."""
     rows_per_step: int
     tokens_per_step: int
     """Real tokens on average; without a store, the room for them."""
     total_steps: int | None
     warmup_steps: int | None
     validation_batches: int
-    """Micro-batches of one validation pass, a multiple of M; 0 when validation is off."""
+    """Micro-batches of one validation pass, a multiple of the number of drafters; 0 when validation is off."""
     train_documents: int | None
     validation_documents: int | None
     supervised_share: float | None
@@ -66,12 +68,18 @@ class Plan:
     disk_bytes_per_checkpoint: int
     warnings: tuple[str, ...]
 
+    @property
+    def num_drafters(self) -> int:
+        """Drafters of all processes together."""
+        return self.world.size * len(self.drafter_devices)
+
     def to_json(self) -> dict[str, Any]:
         """Everything as plain values; the target's own config.json is left out."""
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
         target = {f.name: getattr(self.target, f.name) for f in fields(self.target) if f.name != "raw"}
         memory = [asdict(line) for line in self.memory]
-        return {**plain, "recipe": self.recipe.model_dump(mode="json"), "target": target, "memory": memory}
+        plain |= {"recipe": self.recipe.model_dump(mode="json"), "target": target, "memory": memory}
+        return {**plain, "world": asdict(self.world)}
 
 
 def make_plan(recipe: Recipe, machine: Machine) -> Plan:
@@ -84,17 +92,15 @@ def make_plan(recipe: Recipe, machine: Machine) -> Plan:
     """
     target = read_target_facts(recipe.target)
     taps, problems = _target_layer_ids(recipe.drafter, target)
-    problems += [*_check_mask_token(recipe.drafter, target), *_check_devices(recipe.pipeline, machine)]
-    if problems:
-        raise RecipeError(problems)
+    _refuse([*problems, *_check_mask_token(recipe.drafter, target), *_check_devices(recipe.pipeline, machine)])
     packing = recipe.data.packing and not target.recurrent
     counts = _count_data(recipe, packing)
     targets, drafters = make_devices(recipe.pipeline, machine)
-    rows_per_step = len(drafters) * recipe.train.grad_accum_steps * recipe.train.micro_batch_rows
+    num_drafters = machine.world.size * len(drafters)
+    batches_per_step = num_drafters * recipe.train.grad_accum_steps
+    rows_per_step = batches_per_step * recipe.train.micro_batch_rows
     total_steps = _total_steps(recipe, counts, rows_per_step)
-    problems = [*_check_data(recipe, target, counts, total_steps)]
-    if problems:
-        raise RecipeError(problems)
+    _refuse([*_check_data(recipe, target, counts, total_steps)])
     load = _make_load(recipe, target, (targets, drafters), machine)
     memory = estimate_memory(load)
     tokens_per_row = counts.tokens_per_row if counts else recipe.data.seq_len
@@ -107,12 +113,13 @@ def make_plan(recipe: Recipe, machine: Machine) -> Plan:
         num_slots=load.num_slots,
         threads=_threads(recipe.pipeline, machine, len(targets) + len(drafters)),
         packing=packing,
-        batches_per_step=len(drafters) * recipe.train.grad_accum_steps,
+        world=machine.world,
+        batches_per_step=batches_per_step,
         rows_per_step=rows_per_step,
         tokens_per_step=round(rows_per_step * tokens_per_row),
         total_steps=total_steps,
         warmup_steps=None if total_steps is None else round(recipe.train.warmup_ratio * total_steps),
-        validation_batches=_validation_batches(recipe, counts, len(drafters)),
+        validation_batches=_validation_batches(recipe, counts, num_drafters),
         train_documents=counts.train_documents if counts else None,
         validation_documents=counts.validation_documents if counts else None,
         supervised_share=counts.supervised_share if counts else None,
@@ -124,6 +131,11 @@ def make_plan(recipe: Recipe, machine: Machine) -> Plan:
         disk_bytes_per_checkpoint=_SAVED_BYTES_PER_PARAMETER * load.parameters,
         warnings=(*_data_warnings(recipe, target, counts), *_run_warnings(recipe, load, memory, machine)),
     )
+
+
+def _refuse(problems: list[Problem]) -> None:
+    if problems:
+        raise RecipeError(problems)
 
 
 def default_target_layer_ids(num_layers: int, num_taps: int) -> tuple[int, ...]:
@@ -146,14 +158,18 @@ def default_target_layer_ids(num_layers: int, num_taps: int) -> tuple[int, ...]:
 
 
 def make_devices(pipeline: PipelineOptions, machine: Machine) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Devices of the targets and of the drafters.
+    """Devices of the targets and of the drafters of this process.
 
     `auto`: the CPU without GPUs; one GPU does both; of several, three quarters are targets. With one side given, the
-    other gets the GPUs that are left, or shares.
+    other gets the GPUs that are left, or shares. In a recipe `cuda:0` is the first GPU of each process; what is
+    returned has its number on the host.
     """
-    gpus = tuple(f"cuda:{i}" for i in range(len(machine.gpus)))
-    targets = None if pipeline.targets == "auto" else pipeline.targets
-    drafters = None if pipeline.drafters == "auto" else pipeline.drafters
+    gpus = machine.own_gpus
+    host_names = {f"cuda:{i}": gpu for i, gpu in enumerate(gpus)}
+    targets, drafters = (
+        None if devices == "auto" else tuple(host_names.get(device, device) for device in devices)
+        for devices in (pipeline.targets, pipeline.drafters)
+    )
     if targets is not None and drafters is not None:
         return targets, drafters
     if targets is not None:
@@ -227,7 +243,10 @@ def _check_mask_token(drafter: DrafterOptions, target: TargetFacts) -> Iterator[
 
 
 def _check_devices(pipeline: PipelineOptions, machine: Machine) -> Iterator[Problem]:
-    known = ("cpu", *(f"cuda:{i}" for i in range(len(machine.gpus))))
+    known = ("cpu", *(f"cuda:{i}" for i in range(len(machine.own_gpus))))
+    if len(machine.gpus) % machine.world.local_size:
+        message = f"{len(machine.gpus)} GPUs cannot be shared out evenly to {machine.world.local_size} processes"
+        yield Problem("pipeline.targets", message, fix="choose another --nproc-per-node, or set CUDA_VISIBLE_DEVICES")
     for name, devices in (("targets", pipeline.targets), ("drafters", pipeline.drafters)):
         if not devices:
             yield Problem(f"pipeline.{name}", "is empty", fix="name devices, or write auto")
@@ -236,7 +255,8 @@ def _check_devices(pipeline: PipelineOptions, machine: Machine) -> Iterator[Prob
                 yield Problem(f"pipeline.{name}", f"{device!r} is no device", fix="write cpu, or cuda:0, cuda:1, ...")
             elif device not in known:
                 fix = f"use {', '.join(known)}, or auto"
-                yield Problem(f"pipeline.{name}", f"this machine has no {device}", fix=fix)
+                owner = "this machine" if machine.world.local_size == 1 else "each process"
+                yield Problem(f"pipeline.{name}", f"{owner} has no {device}", fix=fix)
 
 
 def _count_data(recipe: Recipe, packing: bool) -> DataCounts | None:
@@ -295,7 +315,9 @@ def _threads(pipeline: PipelineOptions, machine: Machine, num_stages: int) -> in
     """With few cores every stage uses all of them: waiting threads sleep, so the kernel interleaves the stages."""
     if pipeline.threads != "auto":
         return pipeline.threads
-    return machine.num_cpus if machine.num_cpus <= _FEW_CPUS else max(1, machine.num_cpus // num_stages)
+    if machine.num_cpus <= _FEW_CPUS:
+        return machine.num_cpus
+    return max(1, machine.num_cpus // (num_stages * machine.world.local_size))
 
 
 def _target_dtype(recipe: Recipe, target: TargetFacts, devices: tuple[str, ...], machine: Machine) -> DtypeName:

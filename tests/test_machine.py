@@ -6,7 +6,8 @@ import os
 
 import pytest
 
-from helixctl.machine import Gpu, read_machine, visible_gpus
+from helixctl.errors import UsageError
+from helixctl.machine import Gpu, Machine, World, read_machine, read_world, visible_gpus
 
 GPUS = tuple(Gpu("H200", f"GPU-{letter}{letter}", 140 << 30) for letter in "abcd")
 
@@ -65,3 +66,21 @@ def test_an_empty_root_is_survived(tmp_path, monkeypatch):
 )
 def test_visible_devices_as_cuda_reads_them(visible, expected):
     assert "".join(gpu.uuid[-1] for gpu in visible_gpus(GPUS, visible)) == expected
+
+
+def test_torchrun_says_which_process_this_is():
+    told = {"WORLD_SIZE": "8", "RANK": "5", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+    assert read_world(told) == World(8, 5, 4, 1)
+    assert read_world({}) == World() == World(1, 0, 1, 0)
+
+
+@pytest.mark.parametrize("told", [{"RANK": "one"}, {"RANK": "2"}, {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "4"}])
+def test_contradicting_variables_are_refused(told):
+    with pytest.raises(UsageError, match="RANK"):
+        read_world(told)
+
+
+def test_processes_of_a_host_own_its_gpus_in_equal_shares():
+    owned = [Machine(8, 1 << 30, GPUS, world=World(2, rank, 2, rank)).own_gpus for rank in range(2)]
+    assert owned == [("cuda:0", "cuda:1"), ("cuda:2", "cuda:3")]
+    assert Machine(8, 1 << 30, GPUS).own_gpus == ("cuda:0", "cuda:1", "cuda:2", "cuda:3")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helixctl.errors import ModelError, RecipeError
-from helixctl.machine import Gpu, Machine
+from helixctl.machine import Gpu, Machine, World
 from helixctl.plan import Plan, advised_slots, default_target_layer_ids, make_devices, make_plan
 from helixctl.plugins import DRAFTERS, plugin_names
 from helixctl.recipe.load import load_recipe
@@ -270,3 +270,22 @@ def test_every_recipe_plans(path, tmp_path):
     overrides = [f"target.model={tmp_path}", f"data.store={tmp_path / 'none'}"]
     plan = make_plan(load_recipe(path, overrides), machine(8))
     json.dumps(plan.to_json())
+
+
+def test_processes_share_a_host_and_take_one_step_together(recipe):
+    plans = [
+        make_plan(recipe("pipeline.targets=[cuda:0]"), replace(machine(4), world=World(4, rank, 2, rank % 2)))
+        for rank in range(4)
+    ]
+    assert [plan.target_devices for plan in plans] == [("cuda:0",), ("cuda:2",)] * 2
+    assert [plan.drafter_devices for plan in plans] == [("cuda:1",), ("cuda:3",)] * 2
+    assert {(plan.num_drafters, plan.batches_per_step, plan.rows_per_step) for plan in plans} == {(4, 12, 24)}
+    assert {plan.threads for plan in plans} == {64 // (2 * 2)}
+    assert json.loads(json.dumps(plans[3].to_json()))["world"]["rank"] == 3
+
+
+def test_gpus_that_cannot_be_shared_out_are_refused(recipe):
+    with pytest.raises(RecipeError, match="3 GPUs cannot be shared out evenly to 2 processes"):
+        make_plan(recipe(), replace(machine(3), world=World(2, 0, 2, 0)))
+    with pytest.raises(RecipeError, match="each process has no cuda:1"):
+        make_plan(recipe("pipeline.targets=[cuda:1]"), replace(machine(2), world=World(2, 0, 2, 0)))

@@ -76,10 +76,13 @@ def train(
     if dry_run:
         render.render_plan(plan)
         return
-    render.render_warnings(plan.warnings)
+    first = plan.world.rank == 0
+    render.render_warnings(plan.warnings if first else ())
     with heavy_imports():
         from helixctl.training.run import run_training
-    render.render_train_result(run_training(plan, resume=resume))
+    result = run_training(plan, resume=resume)
+    if first:
+        render.render_train_result(result)
 
 
 @app.command()

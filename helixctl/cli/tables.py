@@ -157,7 +157,7 @@ def _data_rows(plan: Plan) -> dict[str, str]:
 def _training_rows(plan: Plan) -> dict[str, str]:
     train, validation = plan.recipe.train, plan.recipe.validation
     accumulated = f" x {train.grad_accum_steps} accumulated" if train.grad_accum_steps > 1 else ""
-    drafters = f" x {len(plan.drafter_devices)} drafters" if len(plan.drafter_devices) > 1 else ""
+    drafters = f" x {plan.num_drafters} drafters" if plan.num_drafters > 1 else ""
     rows = {
         "step": f"{_count(plan.rows_per_step, 'row')}, about {plan.tokens_per_step:,} tokens: "
         f"{train.micro_batch_rows} per micro-batch{accumulated}{drafters}",
@@ -174,6 +174,8 @@ def _training_rows(plan: Plan) -> dict[str, str]:
         "checkpoints": f"every {plan.recipe.checkpoint.every_steps:,} steps in {plan.recipe.run.dir}, "
         f"{format_bytes(plan.disk_bytes_per_checkpoint)} each",
     }
+    if plan.world.size > 1:
+        rows["processes"] = f"{plan.world.size}, of which this is number {plan.world.rank}; each as above"
     return rows
 
 

@@ -2,7 +2,7 @@
 
 Steps are numbered from 0. Every step is ``batches_per_step`` consecutive training numbers; after every
 ``validate_every_steps`` steps, and after the last step, stands one validation pass of ``validation_batches`` numbers.
-Nothing here holds state, so readers, drafters and a resumed run agree without talking to each other.
+Nothing here holds state, so readers, drafters, processes and a resumed run agree without talking to each other.
 """
 
 from __future__ import annotations
@@ -94,3 +94,38 @@ class Sequence:
             return 0
         regular, rest = divmod(step, self.validate_every_steps)
         return regular + (1 if rest and step == self.total_steps else 0)
+
+
+@dataclass(frozen=True)
+class Share:
+    """The numbers of the sequence that one of several processes works on.
+
+    All processes have M drafters each. Number s belongs to drafter s mod (processes x M), counted through all of them;
+    the drafters of process r are r x M to r x M + M - 1. A process counts its own numbers 0, 1, 2, ... ("places");
+    with one process a place is the number itself. Steps and validation passes begin at multiples of processes x M, so
+    every process has the same number of places in each.
+    """
+
+    num_drafters: int
+    """M, of one process."""
+    num_processes: int = 1
+    rank: int = 0
+
+    @property
+    def stride(self) -> int:
+        """Drafters of all processes together."""
+        return self.num_processes * self.num_drafters
+
+    def lane(self, drafter: int) -> int:
+        """Place of this process's ``drafter`` among those of all processes."""
+        return self.rank * self.num_drafters + drafter
+
+    def seq_at(self, place: int) -> int:
+        """The number at ``place``."""
+        turn, drafter = divmod(place, self.num_drafters)
+        return turn * self.stride + self.lane(drafter)
+
+    def place_of(self, seq: int) -> int:
+        """The place of number ``seq``, which must be this process's own; also of a number where a step begins."""
+        turn, lane = divmod(seq, self.stride)
+        return turn * self.num_drafters + (lane - self.lane(0) if lane else 0)

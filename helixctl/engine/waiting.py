@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -88,15 +89,42 @@ class WaitRoom:
         self.check()
         if ready():
             return
-        key = threading.get_ident()
-        wait = self._waits[key] = _Wait(threading.current_thread().name, action, side, self.clock())
+        wait = self._begin(action, side)
         try:
             while not ready():
                 self._condition.wait()
                 self.check()
         finally:
-            del self._waits[key]
-            self._waited_s[side] = self._waited_s.get(side, 0.0) + self.clock() - wait.started_at
+            self._end(wait)
+
+    @contextmanager
+    def waiting(self, action: str, side: str) -> Iterator[None]:
+        """The block waits outside of this room, in C code, and shows as a waiter meanwhile; takes the lock itself.
+
+        Whoever cancels the room must also end that wait.
+
+        Raises:
+            Cancelled: the room has been cancelled before.
+        """
+        with self:
+            self.check()
+            self.moved()
+            wait = self._begin(action, side)
+        try:
+            yield
+        finally:
+            with self:
+                self._end(wait)
+                self.moved()
+
+    def _begin(self, action: str, side: str) -> _Wait:
+        wait = _Wait(threading.current_thread().name, action, side, self.clock())
+        self._waits[threading.get_ident()] = wait
+        return wait
+
+    def _end(self, wait: _Wait) -> None:
+        del self._waits[threading.get_ident()]
+        self._waited_s[wait.side] = self._waited_s.get(wait.side, 0.0) + self.clock() - wait.started_at
 
     def moved(self) -> None:
         """Note progress and let every waiter look again."""

@@ -145,6 +145,8 @@ class TrainOptions(Section):
     """The drafter's matrix products; masters are always float32. auto: bfloat16 where the hardware has it."""
     max_bad_steps: PositiveInt = 3
     """Stop after this many consecutive steps whose loss or gradient norm is not finite."""
+    max_bad_fraction: Fraction = 0.01
+    """Stop when a larger share of the documents had features that are not finite; up to that they are left out."""
     log_every_steps: PositiveInt = 10
     """Steps per logged window."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import nn
 
 from helixctl.data.batch import SlotBatch
 from helixctl.data.loader import BatchLoader, LoaderOptions
-from helixctl.data.sequence import Sequence
+from helixctl.data.sequence import Sequence, Share
 from helixctl.data.store import Store
 from helixctl.engine.channel import Channel, OrderedChannel
 from helixctl.engine.interrupt import InterruptFlag
@@ -30,8 +30,10 @@ from helixctl.models.shared import SharedWeights
 from helixctl.models.target import Target
 from helixctl.plan import Plan
 from helixctl.plugins import DRAFTERS, load_plugin
-from helixctl.training.drafter import DrafterStage, Lane, Observer
+from helixctl.training.drafter import DrafterStage, Lane, Observer, Restore
 from helixctl.training.feature_cache import CachedFeatures, FeatureSource
+from helixctl.training.optim import make_moments, optimizer_tensors
+from helixctl.training.processes import OneProcess, Processes, ProcessGroup
 from helixctl.training.published import load_into, open_for
 from helixctl.training.reduce import ProcessDrafters, Reducer, SingleDrafter
 from helixctl.training.stages import Captured, NumberSource, PostStage, ReaderStage, TargetStage, Work, make_slot
@@ -93,10 +95,11 @@ def make_sequence(plan: Plan) -> Sequence:
 
 @dataclass(frozen=True)
 class Control:
-    """What reaches every part of a run: the user's wish to stop, and the sign of life that the supervisor watches."""
+    """What reaches every part of a run: the wish to stop, the sign of life that is watched, the other processes."""
 
     interrupt: InterruptFlag
     progress: Progress
+    processes: Processes = field(default_factory=OneProcess)
     status_every_s: float = EVERY_S
     """How often the run says what it is doing."""
 
@@ -106,6 +109,7 @@ class Wires:
     """What connects the stages of a run."""
 
     sequence: Sequence
+    share: Share
     numbers: NumberSource
     slots: SlotPool[SlotBatch]
     first_slots: tuple[SlotBatch, ...]
@@ -121,7 +125,7 @@ class Wires:
         """All channels, upstream first."""
         return (self.work, *self.captured, self.lanes)
 
-    def lane(self, number: int, control: Control) -> Lane:
+    def lane(self, number: int, control: Control, restore: Restore) -> Lane:
         """What drafter ``number`` needs of them."""
         return Lane(
             number=number,
@@ -130,6 +134,8 @@ class Wires:
             slot=self.first_slots[number],
             reducer=self.reducer,
             sequence=self.sequence,
+            share=self.share,
+            restore=restore,
             interrupt=control.interrupt,
             stop=self.stop,
         )
@@ -157,14 +163,15 @@ class Pipeline:
 
 
 def build_pipeline(
-    plan: Plan, store: Store, state: TrainState, observer: Observer, control: Control, targets: Targets
+    plan: Plan, store: Store, state: TrainState, observer: Observer | None, control: Control, targets: Targets
 ) -> Pipeline:
-    """Channels, slots and stages for N targets and M drafters."""
-    wires = _make_wires(plan, state.step)
+    """Channels, slots and stages for N targets and M drafters; only the first process has an observer."""
+    wires = _make_wires(plan, state.step, control.processes)
     loader = make_loader(plan, store, wires.sequence)
+    restore = _restorer(observer, control.processes, resumed=state.step > 0)
     drafters = [
         DrafterStage(
-            wires.lane(lane, control),
+            wires.lane(lane, control, restore),
             plan,
             _builder(plan, targets, lane),
             state.step,
@@ -174,20 +181,44 @@ def build_pipeline(
     ]
     middle: list[Stage] = []
     for i, (device, outbox) in enumerate(zip(plan.target_devices, wires.captured, strict=True)):
-        middle.append(TargetStage(f"target-{i}", _loader(plan, targets, device), wires.work, outbox))
+        load, taps = _loader(plan, targets, device), plan.target_layer_ids
+        middle.append(TargetStage(f"target-{i}", load, taps, wires.work, outbox))
         middle.append(PostStage(f"target-{i}-post", torch.device(device), outbox, wires.lanes))
     options = plan.recipe.pipeline
-    readers = [ReaderStage(f"reader-{i}", wires.numbers, loader, wires.work) for i in range(options.readers)]
+    seq_at = wires.share.seq_at
+    readers = [
+        ReaderStage(f"reader-{i}", wires.numbers, lambda place: loader.batch(seq_at(place)), wires.work)
+        for i in range(options.readers)
+    ]
     meetings = [wires.reducer.meeting] if isinstance(wires.reducer, ProcessDrafters) else []
+    others = [control.processes] if isinstance(control.processes, ProcessGroup) else []
     supervisor = Supervisor(
         [drafters, middle, readers],
-        [wires.slots, *wires.channels, *meetings],
+        [wires.slots, *wires.channels, *meetings, *others],
         Limits(start_timeout_s=options.start_timeout_s, stall_timeout_s=options.stall_timeout_s),
         progress=control.progress,
         interrupt=control.interrupt,
-        on_open=lambda: forbid_recompiling(plan),
+        on_open=lambda: _all_ready(plan, control.processes),
     )
     return Pipeline(supervisor, wires, tuple(drafters), _links(wires, len(readers), len(drafters)))
+
+
+def _all_ready(plan: Plan, processes: Processes) -> None:
+    processes.gather(None)  # the stall timeout counts from here, however long another process needed to get ready
+    forbid_recompiling(plan)
+
+
+def _restorer(observer: Observer | None, processes: Processes, *, resumed: bool) -> Restore:
+    """The first process reads the checkpoint for every lane, the others get what it read."""
+
+    def restore(model: nn.Module, optimizer: torch.optim.AdamW) -> None:
+        if observer is not None:
+            observer.restore(model, optimizer)
+        elif resumed:
+            make_moments(model, optimizer)
+        processes.copy_from_first([*model.state_dict().values(), *optimizer_tensors(model, optimizer).values()])
+
+    return restore
 
 
 def _links(wires: Wires, num_readers: int, num_drafters: int) -> tuple[Link, ...]:
@@ -202,15 +233,17 @@ def _links(wires: Wires, num_readers: int, num_drafters: int) -> tuple[Link, ...
     )
 
 
-def _make_wires(plan: Plan, first_step: int) -> Wires:
+def _make_wires(plan: Plan, first_step: int, processes: Processes) -> Wires:
     sequence = make_sequence(plan)
-    first = sequence.first_seq(first_step)
+    share = Share(len(plan.drafter_devices), plan.world.size, plan.world.rank)
+    first = share.place_of(sequence.first_seq(first_step))
     buffers = [[make_slot_for(plan, torch.device(d)) for _ in range(plan.num_slots)] for d in plan.drafter_devices]
     slots = SlotPool("slots", buffers, first_seq=first)
     num_targets, num_drafters = len(plan.target_devices), len(plan.drafter_devices)
     return Wires(
         sequence=sequence,
-        numbers=NumberSource(first, sequence.total, slots),
+        share=share,
+        numbers=NumberSource(first, share.place_of(sequence.total), slots),
         slots=slots,
         first_slots=tuple(own[0] for own in buffers),
         work=Channel("work", WORK_AHEAD * num_targets, num_senders=plan.recipe.pipeline.readers),
@@ -219,7 +252,7 @@ def _make_wires(plan: Plan, first_step: int) -> Wires:
         lanes=OrderedChannel(
             "features", slots.num_slots, num_lanes=num_drafters, first_seq=first, num_senders=num_targets
         ),
-        reducer=ProcessDrafters(num_drafters) if num_drafters > 1 else SingleDrafter(),
+        reducer=ProcessDrafters(num_drafters, processes) if num_drafters > 1 else SingleDrafter(processes),
     )
 
 

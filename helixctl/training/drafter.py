@@ -5,6 +5,7 @@ What it never does: read data, run the target, write files (``recorder.py`` does
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from time import perf_counter
@@ -13,8 +14,8 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from helixctl.data.batch import SlotBatch
-from helixctl.data.sequence import Sequence
+from helixctl.data.batch import MicroBatch, SlotBatch
+from helixctl.data.sequence import Sequence, Share
 from helixctl.engine.channel import OrderedChannel
 from helixctl.engine.interrupt import InterruptFlag
 from helixctl.engine.slots import SlotPool
@@ -23,10 +24,13 @@ from helixctl.errors import HelixError
 from helixctl.models.drafters._terms import LossTerms
 from helixctl.models.shared import SharedWeights
 from helixctl.plan import Plan
+from helixctl.training.features import count_bad, name_bad
 from helixctl.training.optim import StepOutcome, gradients, learning_rate_scale, make_optimizer, take_step
 from helixctl.training.reduce import Reducer
 from helixctl.training.state import num_steps
 from helixctl.training.warmup import compiles, warm_up_drafter
+
+logger = logging.getLogger(__name__)
 
 
 class NotFinite(HelixError):
@@ -44,10 +48,10 @@ class Drafter(Protocol):
 
 
 class Observer(Protocol):
-    """What lane 0 tells about its progress; the other lanes have none."""
+    """What lane 0 of the first process tells about its progress; the other lanes have none."""
 
     def restore(self, model: nn.Module, optimizer: torch.optim.AdamW) -> None:
-        """Load the checkpoint that the run goes on from, if any."""
+        """Load the checkpoint that the run goes on from, if any; called for every lane of the process."""
 
     def started(self) -> None:
         """All stages are ready; training begins."""
@@ -58,8 +62,12 @@ class Observer(Protocol):
     def validated(self, sums: dict[str, Tensor], model: nn.Module, seconds: float) -> None:
         """One validation pass is complete."""
 
-    def boundary(self, model: nn.Module, optimizer: torch.optim.AdamW) -> None:
-        """The step and its validation are over; a checkpoint may be due."""
+    def boundary(self, model: nn.Module, optimizer: torch.optim.AdamW, *, stopping: bool) -> None:
+        """The step and its validation are over; a checkpoint may be due, and is where the run stops here."""
+
+
+Restore = Callable[[nn.Module, torch.optim.AdamW], None]
+"""Puts what the run begins with into a fresh model and optimizer, the same in every lane of every process."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +81,8 @@ class Lane:
     """One of the lane's own slots, for the warm-up."""
     reducer: Reducer
     sequence: Sequence
+    share: Share
+    restore: Restore
     interrupt: InterruptFlag
     stop: Callable[[], None]
     """Ends the stages in front without a failure."""
@@ -93,7 +103,8 @@ class DrafterStage:
         self.device = torch.device(plan.drafter_devices[lane.number])
         self._lane = lane
         self._num_steps = num_steps(plan)
-        self._lanes = len(plan.drafter_devices)
+        self._lanes = lane.share.stride
+        self._global_lane = lane.share.lane(lane.number)
         self._plan = plan
         self._build = build
         self._step_number = first_step
@@ -102,6 +113,8 @@ class DrafterStage:
         self._observer = observer
         self._sums: dict[str, Tensor] = {}
         self._bad: list[tuple[Tensor, int, tuple[int, ...]]] = []
+        self._left_out: list[tuple[Tensor, MicroBatch]] = []
+        self._num_done: dict[str, int] = {"train": 0, "validation": 0}
         self._documents: list[int] = []
 
     @property
@@ -114,6 +127,11 @@ class DrafterStage:
         """Real tokens of the micro-batches that this process trained on in this lane; readable from any thread."""
         return self._trained_tokens
 
+    @property
+    def num_done(self) -> dict[str, int]:
+        """Micro-batches that this process trained and validated in this lane, by role; readable from any thread."""
+        return dict(self._num_done)
+
     def setup(self) -> None:
         """Build the drafter and its optimizer, and restore the checkpoint."""
         self._model, self._shared = self._build()
@@ -123,8 +141,8 @@ class DrafterStage:
         if compiles(self.device):
             with StreamContext(self.device):
                 warm_up_drafter(self._lane.slot, self._plan, self._practise)
-        if self._observer is not None:
-            self._observer.restore(self._model, self._optimizer)
+        with StreamContext(self.device):
+            self._lane.restore(self._model, self._optimizer)
 
     def run(self) -> None:
         """Every micro-batch of this lane, until the last or until the user asks to stop."""
@@ -139,9 +157,10 @@ class DrafterStage:
                     self._accumulate(slot)
                 else:
                     self._evaluate(slot)
+                self._num_done[role] += 1
                 stream.done(slot)
-                lane.pool.release(seq)
-                if self._finish(seq, role) and self._must_stop():
+                lane.pool.release(lane.share.place_of(seq))
+                if self._finish(seq, role):
                     lane.stop()
                     return
 
@@ -151,14 +170,14 @@ class DrafterStage:
         self._evaluate(self._lane.slot)
         for gradient in gradients(self._optimizer):
             gradient.zero_()
-        self._sums, self._documents = {}, []
+        self._sums, self._documents, self._left_out = {}, [], []
 
     def teardown(self) -> None:
         """Nothing outlives the thread."""
 
     def _numbers(self) -> Iterator[int]:
         first = self._lane.sequence.first_seq(self._step_number)  # a multiple of the number of lanes
-        return iter(range(first + self._lane.number, self._lane.sequence.total, self._lanes))
+        return iter(range(first + self._global_lane, self._lane.sequence.total, self._lanes))
 
     def _accumulate(self, slot: SlotBatch) -> None:
         with autocast(self._plan, self.device):
@@ -166,8 +185,13 @@ class DrafterStage:
         terms.numerator.backward()
         self._add({"loss_num": terms.numerator.detach(), "loss_den": terms.denominator, **terms.sums})
         assert slot.batch is not None
-        self._documents += [document for row in slot.batch.documents for document in row]
-        self._add({"tokens": torch.tensor(float(slot.batch.num_tokens), device=self.device)})
+        documents = [document for row in slot.batch.documents for document in row]
+        self._documents += documents
+        counts = {"tokens": slot.batch.num_tokens, "documents": len(documents)}
+        self._add({name: torch.tensor(float(count), device=self.device) for name, count in counts.items()})
+        self._add({"bad_documents": count_bad(slot)})
+        if slot.bad is not None:
+            self._left_out.append((slot.bad, slot.batch))
         self._trained_tokens += slot.batch.num_tokens
 
     @torch.no_grad()
@@ -183,19 +207,20 @@ class DrafterStage:
             self._sums[name] = value.detach().float().clone() if held is None else held.add_(value.detach())
 
     def _finish(self, seq: int, role: str) -> bool:
-        """Close the step or the validation pass that ``seq`` completes; True where a step is wholly over."""
+        """Close the step or the validation pass that ``seq`` completes; True where the run stops here."""
         sequence = self._lane.sequence
         step = sequence.step_of(seq)
-        end = seq - self._lane.number + self._lanes  # every number before this one has been taken by its lane
+        end = seq - self._global_lane + self._lanes  # every number before this one has been taken by its lane
         if role == "train" and end == sequence.seq_after_step(step):
             self._step()
         if end != sequence.first_seq(step + 1):
             return False
         if role == "validation":
             self._finish_validation()
+        stopping = self._must_stop()  # asked before the boundary: all lanes stop where the first one saves
         if self._observer is not None:
-            self._observer.boundary(self._model, self._optimizer)
-        return True
+            self._observer.boundary(self._model, self._optimizer, stopping=stopping)
+        return stopping
 
     def _step(self) -> None:
         lane, options = self._lane, self._plan.recipe.train
@@ -218,6 +243,7 @@ class DrafterStage:
         if len(self._bad) < window:
             return
         flags = [bool(finite) for finite, _, _ in self._bad]
+        self._say_what_is_left_out()
         for end in range(limit, len(flags) + 1):
             if not any(flags[end - limit : end]):
                 _, step, documents = self._bad[end - limit]
@@ -227,6 +253,12 @@ class DrafterStage:
                     fix="lower train.learning_rate, or look at these documents with `helixctl prepare --show`",
                 )
         self._bad = self._bad[len(flags) - limit + 1 :]
+
+    def _say_what_is_left_out(self) -> None:
+        documents = [document for bad, batch in self._left_out for document in name_bad(bad.cpu(), batch)]
+        self._left_out = []
+        if documents:
+            logger.warning("features are not finite and left out: documents %s", _short(tuple(documents)))
 
     def _finish_validation(self) -> None:
         names = sorted(self._sums)
@@ -240,8 +272,14 @@ class DrafterStage:
 
 
 def autocast(plan: Plan, device: torch.device) -> torch.autocast:
-    """The plan's compute precision for a drafter's forward; its parameters stay float32."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=plan.compute_dtype == "bfloat16")
+    """The plan's compute precision for a drafter's forward; its parameters stay float32.
+
+    The cache of cast weights is the process's, and whoever leaves autocast empties it for all threads: with several
+    drafters the same step was rounded in different ways, by chance (a gradient norm of 2.17053, then 2.17057).
+    """
+    alone = len(plan.drafter_devices) == 1
+    on = plan.compute_dtype == "bfloat16"
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=on, cache_enabled=alone)
 
 
 def _short(documents: tuple[int, ...], limit: int = 12) -> str:

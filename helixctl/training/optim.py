@@ -109,6 +109,15 @@ def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.AdamW, tenso
         optimizer.state[parameter] = {k: tensors[f"{name}.{k}"].to(parameter.device) for k in keys}
 
 
+def make_moments(model: nn.Module, optimizer: torch.optim.AdamW) -> None:
+    """Allocate moments and step counts as zeros, for values that come from elsewhere."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            zero = torch.zeros((), device=parameter.device)
+            moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[parameter] = {"step": zero, **moments}
+
+
 def _parameters(optimizer: torch.optim.AdamW) -> Iterable[Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]

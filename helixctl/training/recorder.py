@@ -1,4 +1,4 @@
-"""Lane 0's record of a run: metrics to the sinks, checkpoints, and which checkpoint is the best.
+"""The record of a run, kept by lane 0 of the first process: metrics, checkpoints, and which checkpoint is the best.
 
 Checkpoints are written at the end of a step and of the validation pass that follows it, so that resuming begins with
 the next step.
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from helixctl.checkpoint.store import Best, load_checkpoint, prune, save_checkpoint, write_best
+from helixctl.errors import HelixError
 from helixctl.metrics import names
 from helixctl.metrics.meter import Meter, Throughput
 from helixctl.metrics.sink import SinkGroup
@@ -26,10 +27,15 @@ Live = Callable[[nn.Module], float]
 """Decodes a few held-out prompts with the live target; returns the acceptance length."""
 
 _TOKENS = "tokens"
+_DOCUMENTS = "documents"
+
+
+class BadFeatures(HelixError):
+    """The target's features are not finite for too many documents."""
 
 
 class Recorder:
-    """The observer of lane 0."""
+    """The observer of lane 0 of the first process."""
 
     def __init__(
         self,
@@ -52,7 +58,6 @@ class Recorder:
         self._state = state
         self._num_steps = num_steps(plan)
         self._sinks = sinks
-        self._interrupt = control.interrupt
         self._progress = control.progress
         self._live = live
         self._meter = Meter()
@@ -90,7 +95,9 @@ class Recorder:
         meter.add(names.TRAIN_GRAD_NORM, outcome.grad_norm)
         meter.set(names.TRAIN_LEARNING_RATE, outcome.learning_rate)
         meter.add_total(names.TRAIN_BAD_STEPS, (~outcome.finite).float())
+        meter.add_total(names.TRAIN_BAD_DOCUMENTS, sums["bad_documents"])
         meter.add_total(_TOKENS, sums["tokens"])
+        meter.add_total(_DOCUMENTS, sums["documents"])
         self._throughput.step()
         if self._state.step % self._plan.recipe.train.log_every_steps == 0 or self._is_last_step():
             self._flush()
@@ -106,10 +113,10 @@ class Recorder:
             self._sinks.write(self._state.step, values)
             self._judge(values)
 
-    def boundary(self, model: nn.Module, optimizer: torch.optim.AdamW) -> None:
+    def boundary(self, model: nn.Module, optimizer: torch.optim.AdamW, *, stopping: bool) -> None:
         """Save when a checkpoint is due: by cadence, as the best, at the end, or because the user stops the run."""
         on_cadence = self._state.step % self._plan.recipe.checkpoint.every_steps == 0
-        if not (on_cadence or self._is_best or self._is_last_step() or self._interrupt.requested):
+        if not (on_cadence or self._is_best or self._is_last_step() or stopping):
             return
         if self._throughput.num_steps:
             self._flush()
@@ -122,15 +129,31 @@ class Recorder:
 
     def _flush(self) -> None:
         values = self._meter.flush()
-        num_tokens = values.pop(_TOKENS)
+        num_tokens, num_documents = values.pop(_TOKENS), values.pop(_DOCUMENTS)
         elapsed_s = self._throughput.elapsed_s
         self.tokens += num_tokens
         self.seconds += elapsed_s
         self._state.trained_tokens += round(num_tokens)
         self._state.train_seconds += elapsed_s
+        self._state.trained_documents += round(num_documents)
+        self._state.bad_documents += round(values[names.TRAIN_BAD_DOCUMENTS])
         self._state.skipped_steps += round(values[names.TRAIN_BAD_STEPS])
         self.last_loss = values[names.TRAIN_LOSS]
         self._sinks.write(self._state.step, {**values, **self._throughput.flush(num_tokens)})
+        self._check_bad_documents()
+
+    def _check_bad_documents(self) -> None:
+        bad, all_, limit = (
+            self._state.bad_documents,
+            self._state.trained_documents,
+            self._plan.recipe.train.max_bad_fraction,
+        )
+        if bad > limit * all_:
+            raise BadFeatures(
+                f"the target's features were not finite for {bad} of {all_} documents, more than "
+                f"train.max_bad_fraction {limit:g} of them",
+                fix="use target.dtype float32 or bfloat16, look at the documents named above, or raise the limit",
+            )
 
     def _judge(self, values: dict[str, float]) -> None:
         metric = self._plan.recipe.checkpoint.best

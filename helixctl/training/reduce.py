@@ -1,7 +1,7 @@
 """Sums over the drafters of one step: gradients, loss weights and metric sums.
 
-Drafters of one process meet at an engine ``Meeting``; one of them adds up in the order of the lanes, so the result
-does not depend on who arrives first.
+Drafters of one process meet at an engine ``Meeting``; the first of them adds up in the order of the lanes, so the
+result does not depend on who arrives first, adds up with the other processes, and hands the result to the others.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from helixctl.engine.meeting import Meeting
+from helixctl.training.processes import Processes
 
 
 class Reducer(Protocol):
@@ -26,43 +27,49 @@ class Reducer(Protocol):
 
 
 class SingleDrafter:
-    """One drafter, one process: nothing to add up."""
+    """One drafter in this process: it adds up with those of the other processes, if there are any."""
+
+    def __init__(self, processes: Processes) -> None:
+        self._processes = processes
 
     def sum_(self, lane: int, tensors: Sequence[Tensor]) -> None:
-        """The sum over one drafter."""
+        """The sum over the processes."""
+        self._processes.sum_(tensors)
 
     def any(self, lane: int, flag: bool) -> bool:
-        """The flag itself."""
-        return flag
+        """True if it is true in one process."""
+        return self._processes.any(flag)
 
 
 class ProcessDrafters:
     """Several drafters in one process. The copy between devices runs on the meeting's leader."""
 
-    def __init__(self, num_drafters: int) -> None:
+    def __init__(self, num_drafters: int, processes: Processes) -> None:
+        self._processes = processes
         self.meeting: Meeting[object, object] = Meeting("drafters", num_drafters)
         """Cancelled together with the channels."""
 
     def sum_(self, lane: int, tensors: Sequence[Tensor]) -> None:
         """Add up in lane order on lane 0's device, then hand the sum to every lane."""
         _finish_device_work(tensors)
-        self.meeting.meet(lane, tensors, _add_up)
+        self.meeting.meet(lane, tensors, self._add_up)
         self.meeting.meet(lane, tensors, _nothing)  # nobody touches its tensors before all have read them
 
     def any(self, lane: int, flag: bool) -> bool:
         """True for all drafters if it is true for one."""
-        return bool(self.meeting.meet(lane, flag, lambda flags: any(bool(f) for f in flags)))
+        return bool(self.meeting.meet(lane, flag, lambda flags: self._processes.any(any(bool(f) for f in flags))))
 
-
-def _add_up(lanes: Sequence[object]) -> None:
-    parts: list[Sequence[Tensor]] = list(lanes)  # type: ignore[arg-type]
-    for column in zip(*parts, strict=True):
-        total = column[0]
-        for other in column[1:]:
-            total += other.to(total.device)
-        for other in column[1:]:
-            other.copy_(total)
-    _finish_device_work(parts[0])
+    def _add_up(self, lanes: Sequence[object]) -> None:
+        parts: list[Sequence[Tensor]] = list(lanes)  # type: ignore[arg-type]
+        columns = list(zip(*parts, strict=True))
+        for total, *others in columns:
+            for other in others:
+                total += other.to(total.device)
+        self._processes.sum_(parts[0])
+        for total, *others in columns:
+            for other in others:
+                other.copy_(total)
+        _finish_device_work(parts[0])
 
 
 def _nothing(lanes: Sequence[object]) -> None:

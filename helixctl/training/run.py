@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import resource
+import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from helixctl.recipe.load import dump_recipe
 from helixctl.training.build import Control, Pipeline, Targets, build_pipeline
 from helixctl.training.live import LiveDecoder, decode_options, held_out_prompts
 from helixctl.training.process import set_up_process
+from helixctl.training.processes import Processes, joined_processes
 from helixctl.training.published import open_for
 from helixctl.training.recorder import Recorder
 from helixctl.training.results import TrainResult
@@ -44,6 +47,7 @@ def run_training(plan: Plan, *, resume: bool = False, status_every_s: float = EV
         DataError: no store, or one made with another tokenizer than the target's.
         CheckpointError: ``resume`` finds no whole checkpoint, or one of another run.
         StageFailed: a stage raised; its exception is the cause.
+        ProcessLost: another process of the run failed or was killed.
         Interrupted: the user stopped the run; the last step is saved.
     """
     store = Store.open(plan.recipe.data.store)
@@ -51,18 +55,50 @@ def run_training(plan: Plan, *, resume: bool = False, status_every_s: float = EV
     if plan.recipe.drafter.init_from is not None:
         open_for(plan, plan.recipe.drafter.init_from, starts=True)  # refuses another drafter before anything is loaded
     set_up_process(plan)
-    with claimed_run_dir(plan.recipe.run.dir) as run_dir, InterruptFlag() as interrupt:
-        remove_leftovers(run_dir / "checkpoints")
-        found = find_resume_point(run_dir, resume)
-        state = _state(plan, store, found.path if found else None)
+    with joined_processes(plan) as processes, _claimed(plan, processes), InterruptFlag() as interrupt:
+        state, checkpoint = _start(plan, store, resume, processes)
+        control = Control(interrupt, Progress(), processes, status_every_s)
+        if processes.world.rank:
+            return _run(plan, store, state, None, control)
+        run_dir = plan.recipe.run.dir
         write_json(run_dir / "plan.json", plan.to_json())
         write_text(run_dir / "recipe.yaml", dump_recipe(plan.recipe))
-        sinks = _open_sinks(plan, run_dir, state.step if found else None)
-        control = Control(interrupt, Progress(), status_every_s)
+        sinks = _open_sinks(plan, run_dir, None if checkpoint is None else state.step)
         try:
-            return _run(plan, store, state, sinks, control, found.path if found else None)
+            return _run(plan, store, state, _Record(sinks, checkpoint), control)
         finally:
             sinks.close()
+
+
+@dataclass(frozen=True)
+class _Record:
+    """What the first process writes to, and where it goes on."""
+
+    sinks: SinkGroup
+    checkpoint: Path | None
+
+
+def _claimed(plan: Plan, processes: Processes) -> AbstractContextManager[object]:
+    """The run directory is the first process's; the others wait for what it says in ``_start``."""
+    return nullcontext() if processes.world.rank else claimed_run_dir(plan.recipe.run.dir)
+
+
+def _start(plan: Plan, store: Store, resume: bool, processes: Processes) -> tuple[TrainState, Path | None]:
+    """Where the run begins: found by the first process, checked by every process against its own recipe and data."""
+
+    def find() -> dict[str, Any]:
+        run_dir = plan.recipe.run.dir
+        remove_leftovers(run_dir / "checkpoints")
+        found = find_resume_point(run_dir, resume)
+        if found is None or found.path is None:
+            return {"state": TrainState(fingerprints=current).to_json(), "checkpoint": None}
+        return {"state": load_checkpoint(found.path).state, "checkpoint": str(found.path)}
+
+    current = make_fingerprints(plan, _store_fingerprints(store))
+    said = processes.from_first(find)
+    state = TrainState.from_json(said["state"])
+    check_fingerprints(state.fingerprints, current)
+    return state, said["checkpoint"] and Path(said["checkpoint"])
 
 
 def _open_sinks(plan: Plan, run_dir: Path, resume_step: int | None) -> SinkGroup:
@@ -75,26 +111,34 @@ def _open_sinks(plan: Plan, run_dir: Path, resume_step: int | None) -> SinkGroup
         ) from error
 
 
-def _run(
-    plan: Plan, store: Store, state: TrainState, sinks: SinkGroup, control: Control, resume_from: Path | None
-) -> TrainResult:
+def _run(plan: Plan, store: Store, state: TrainState, record: _Record | None, control: Control) -> TrainResult:
     targets = Targets(plan)
-    live = _live(plan, store, targets, control)
-    recorder = Recorder(plan, state, sinks, control, live=live, resume_from=resume_from)
+    recorder = None
+    if record is not None:
+        live = _live(plan, store, targets, control)
+        recorder = Recorder(plan, state, record.sinks, control, live=live, resume_from=record.checkpoint)
     pipeline = build_pipeline(plan, store, state, recorder, control, targets)
+    stopped: Interrupted | None = None
     try:
-        with _status(pipeline, control, plan):
+        with _status(pipeline, control, plan) if recorder else nullcontext():
             pipeline.supervisor.run()
-    except Interrupted as stopped:
-        result = _finish(plan, store, recorder, state, pipeline)
-        raise Interrupted(
-            stopped.exit_code - 128,
-            f"{stopped.message} at step {state.step} of {num_steps(plan)}; saved: {result.checkpoint or 'nothing'}",
-            fix="go on with: helixctl train RECIPE --resume",
-        ) from None
+    except Interrupted as error:
+        if control.interrupt.urgent and control.processes.world.size > 1:
+            raise  # the others have not stopped at the same step
+        stopped = error
     finally:
         allow_recompiling()
-    return _finish(plan, store, recorder, state, pipeline)
+    step = pipeline.drafters[0].step_number
+    if step < num_steps(plan) and stopped is None:
+        stopped = Interrupted(signal.SIGTERM, "stopped, as another process was told to,")
+    result = _finish(plan, store, recorder, state, (pipeline, control.processes))
+    if stopped is not None:
+        raise Interrupted(
+            stopped.exit_code - 128,
+            f"{stopped.message} at step {result.steps} of {num_steps(plan)}; saved: {result.checkpoint or 'nothing'}",
+            fix="go on with: helixctl train RECIPE --resume",
+        ) from None
+    return result
 
 
 @contextmanager
@@ -120,15 +164,6 @@ def _status(pipeline: Pipeline, control: Control, plan: Plan) -> Iterator[None]:
     status.finish()
 
 
-def _state(plan: Plan, store: Store, checkpoint: Path | None) -> TrainState:
-    current = make_fingerprints(plan, _store_fingerprints(store))
-    if checkpoint is None:
-        return TrainState(fingerprints=current)
-    state = TrainState.from_json(load_checkpoint(checkpoint).state)
-    check_fingerprints(state.fingerprints, current)
-    return state
-
-
 def _store_fingerprints(store: Store) -> dict[str, str]:
     tokenizer = store.manifest.tokenizer
     return {"data": store.fingerprint, "tokenizer": tokenizer.sha256, "chat template": tokenizer.template_sha256}
@@ -144,39 +179,65 @@ def _live(plan: Plan, store: Store, targets: Targets, control: Control) -> LiveD
     return LiveDecoder(plan, targets, prompts, options, control) if prompts else None
 
 
-def _finish(plan: Plan, store: Store, recorder: Recorder, state: TrainState, pipeline: Pipeline) -> TrainResult:
-    result = TrainResult(
-        run_dir=str(plan.recipe.run.dir),
-        finished=state.step >= num_steps(plan),
-        steps=state.step,
-        total_steps=num_steps(plan),
-        tokens_per_s=recorder.tokens / recorder.seconds if recorder.seconds else 0.0,
-        train_seconds=state.train_seconds,
-        loss=recorder.last_loss,
-        validation=recorder.validation,
-        best_value=state.best_value,
-        best_step=state.best_step,
-        checkpoint=str(recorder.last_checkpoint) if recorder.last_checkpoint else None,
-        peak_memory_bytes=_peak_memory(plan),
-        accounting={**_accounting(store, state, pipeline), **recorder.failed_writes},
-        pipeline=_waits(pipeline),
-    )
-    write_json(plan.recipe.run.dir / "result.json", dataclasses.asdict(result))
-    return result
+def _finish(
+    plan: Plan, store: Store, recorder: Recorder | None, state: TrainState, ran: tuple[Pipeline, Processes]
+) -> TrainResult:
+    """The same result in every process, with the counts of all; the first one writes it down."""
+    pipeline, processes = ran
+    parts = processes.gather({"counts": _count_batches(pipeline), "peak": _peak_memory(plan)})
+
+    def write() -> dict[str, Any]:
+        assert recorder is not None
+        counts = {name: sum(part["counts"][name] for part in parts) for name in parts[0]["counts"]}
+        result = TrainResult(
+            run_dir=str(plan.recipe.run.dir),
+            finished=state.step >= num_steps(plan),
+            steps=state.step,
+            total_steps=num_steps(plan),
+            tokens_per_s=recorder.tokens / recorder.seconds if recorder.seconds else 0.0,
+            train_seconds=state.train_seconds,
+            loss=recorder.last_loss,
+            validation=recorder.validation,
+            best_value=state.best_value,
+            best_step=state.best_step,
+            checkpoint=str(recorder.last_checkpoint) if recorder.last_checkpoint else None,
+            peak_memory_bytes=_name_by_rank([part["peak"] for part in parts]),
+            accounting={**_count_documents(store), **counts, "steps skipped": state.skipped_steps}
+            | {"documents trained": state.trained_documents, "documents left out": state.bad_documents}
+            | recorder.failed_writes,
+            pipeline=_waits(pipeline),
+        )
+        write_json(plan.recipe.run.dir / "result.json", dataclasses.asdict(result))
+        return dataclasses.asdict(result)
+
+    return TrainResult(**processes.from_first(write))
 
 
-def _accounting(store: Store, state: TrainState, pipeline: Pipeline) -> dict[str, int]:
+def _count_documents(store: Store) -> dict[str, int]:
     manifest = store.manifest
-    counts = {
+    return {
         "documents read": manifest.read,
         "documents kept": manifest.kept,
         **{f"documents dropped: {reason}": count for reason, count in sorted(manifest.dropped.items())},
-        "micro-batches produced": pipeline.wires.numbers.produced,
-        "micro-batches consumed": pipeline.wires.slots.stats().released,
-        "steps skipped": state.skipped_steps,
     }
-    counts["micro-batches in flight at the end"] = counts["micro-batches produced"] - counts["micro-batches consumed"]
-    return counts
+
+
+def _count_batches(pipeline: Pipeline) -> dict[str, int]:
+    """Of this process."""
+    produced = pipeline.wires.numbers.produced
+    trained, validated = (sum(d.num_done[role] for d in pipeline.drafters) for role in ("train", "validation"))
+    return {
+        "micro-batches produced": produced,
+        "micro-batches trained": trained,
+        "micro-batches validated": validated,
+        "micro-batches in flight at the end": produced - trained - validated,
+    }
+
+
+def _name_by_rank(peaks: list[dict[str, int]]) -> dict[str, int]:
+    if len(peaks) == 1:
+        return peaks[0]
+    return {f"rank {rank} {device}": peak for rank, own in enumerate(peaks) for device, peak in own.items()}
 
 
 def _waits(pipeline: Pipeline) -> dict[str, dict[str, float]]:

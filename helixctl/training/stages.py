@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from helixctl.data.batch import MicroBatch, SlotBatch
-from helixctl.data.loader import BatchLoader
 from helixctl.engine.channel import Channel, OrderedChannel
 from helixctl.engine.slots import SlotPool
 from helixctl.engine.streams import Handoff, StreamContext
 from helixctl.training.feature_cache import FeatureSource
+from helixctl.training.features import check_taps, leave_out_bad
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class Work:
 
     batch: MicroBatch
     slot: SlotBatch
+    place: int
+    """The batch's number among those of this process; its ``seq`` counts through all of them."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Captured:
 
 
 class NumberSource:
-    """Hands the numbers of the run's micro-batches to the readers, each with its slot, in order."""
+    """Hands the places of this process's micro-batches to the readers, each with its slot, in order."""
 
     def __init__(self, first: int, end: int, pool: SlotPool[SlotBatch]) -> None:
         self._next = first
@@ -50,25 +52,28 @@ class NumberSource:
         self.produced = 0
 
     def take(self) -> tuple[int, SlotBatch] | None:
-        """The next number and its slot, or None after the last; waits until the slot is free."""
+        """The next place and its slot, or None after the last; waits until the slot is free."""
         with self._lock:
             if self._next >= self._end:
                 return None
-            seq = self._next
+            place = self._next
             self._next += 1
-        slot = self._pool.acquire(seq)
+        slot = self._pool.acquire(place)
         with self._lock:
             self.produced += 1
-        return seq, slot
+        return place, slot
 
 
 class ReaderStage:
     """Builds micro-batches: tokens, packing, anchors."""
 
-    def __init__(self, name: str, numbers: NumberSource, loader: BatchLoader, outbox: Channel[Work]) -> None:
+    def __init__(
+        self, name: str, numbers: NumberSource, batch_at: Callable[[int], MicroBatch], outbox: Channel[Work]
+    ) -> None:
+        """``batch_at`` makes the micro-batch of a place."""
         self.name = name
         self._numbers = numbers
-        self._loader = loader
+        self._batch_at = batch_at
         self._outbox = outbox
 
     def setup(self) -> None:
@@ -77,8 +82,8 @@ class ReaderStage:
     def run(self) -> None:
         """Until the last number has been handed out."""
         while (taken := self._numbers.take()) is not None:
-            seq, slot = taken
-            self._outbox.send(Work(self._loader.batch(seq), slot))
+            place, slot = taken
+            self._outbox.send(Work(self._batch_at(place), slot, place))
         self._outbox.close()
 
     def teardown(self) -> None:
@@ -89,9 +94,16 @@ class TargetStage:
     """Runs the frozen target up to its last tap, in its own stream."""
 
     def __init__(
-        self, name: str, load: Callable[[], FeatureSource], inbox: Channel[Work], outbox: Channel[Captured]
+        self,
+        name: str,
+        load: Callable[[], FeatureSource],
+        taps: Sequence[int],
+        inbox: Channel[Work],
+        outbox: Channel[Captured],
     ) -> None:
         self.name = name
+        self._taps = taps
+        self._has_checked = False
         self._load = load
         self._inbox = inbox
         self._outbox = outbox
@@ -108,6 +120,9 @@ class TargetStage:
         with StreamContext(target.device) as stream:
             for work in self._inbox:
                 features = target.features(work.batch)
+                if not self._has_checked:
+                    check_taps(features, self._taps, work.batch)
+                    self._has_checked = True
                 self._outbox.send(Captured(work, stream.handoff(features)))
         self._outbox.close()
 
@@ -141,7 +156,7 @@ class PostStage:
             with StreamContext(slot.input_ids.device, peer=self._device) as stream:
                 stream.reuse(slot)
                 fill_slot(slot, captured.work.batch, captured.features.take())
-                self._outbox.send(captured.work.batch.seq, stream.handoff(slot))
+                self._outbox.send(captured.work.place, stream.handoff(slot))
         self._outbox.close()
 
     def teardown(self) -> None:
@@ -149,7 +164,10 @@ class PostStage:
 
 
 def fill_slot(slot: SlotBatch, batch: MicroBatch, features: Sequence[Tensor]) -> None:
-    """Copy a micro-batch and its features, K taps and perhaps the last hidden state, to the slot's fixed addresses."""
+    """Copy a micro-batch and its features, K taps and perhaps the last hidden state, to the slot's fixed addresses.
+
+    Documents with features that are not finite are left out there.
+    """
     num_taps = len(slot.features)
     for destination, source in zip(slot.features, features[:num_taps], strict=True):
         destination.copy_(source, non_blocking=True)
@@ -158,6 +176,7 @@ def fill_slot(slot: SlotBatch, batch: MicroBatch, features: Sequence[Tensor]) ->
     for name in ("input_ids", "position_ids", "document_ids", "loss_mask", "anchors", "anchor_valid"):
         getattr(slot, name).copy_(getattr(batch, name), non_blocking=True)
     slot.batch = batch
+    leave_out_bad(slot)
 
 
 def make_slot(

@@ -21,6 +21,9 @@ class TrainState:
     """Optimizer steps taken; the number of the next micro-batch follows from it."""
     trained_tokens: int = 0
     trained_documents: int = 0
+    """Documents of the micro-batches trained, repeats included."""
+    bad_documents: int = 0
+    """Of these, documents left out because their features were not finite."""
     skipped_steps: int = 0
     """Steps whose gradient norm was not finite."""
     train_seconds: float = 0.0
@@ -46,7 +49,7 @@ class TrainState:
         return cls(**values)
 
 
-_FREE_TO_CHANGE = {"log_every_steps", "epochs", "steps", "grad_accum_steps"}
+_FREE_TO_CHANGE = {"log_every_steps", "epochs", "steps", "grad_accum_steps", "max_bad_fraction"}
 """Training options that may differ after a resume; what they derive to is compared instead."""
 
 

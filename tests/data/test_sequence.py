@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helixctl.data.sequence import Entry, Sequence
+from helixctl.data.sequence import Entry, Sequence, Share
 
 
 def written_out(sequence: Sequence) -> tuple[list[Entry], list[int], dict[int, int], dict[int, int]]:
@@ -55,3 +55,19 @@ def test_impossible_numbers_are_refused() -> None:
         Sequence(0, 4)
     with pytest.raises(ValueError, match="negative"):
         Sequence(1, 4, -1, 1)
+
+
+@given(drafters=st.integers(1, 4), processes=st.integers(1, 5), turns=st.integers(1, 6))
+def test_shares_of_all_processes_are_every_number_once_and_in_order(drafters: int, processes: int, turns: int) -> None:
+    shares = [Share(drafters, processes, rank) for rank in range(processes)]
+    own = [[share.seq_at(place) for place in range(turns * drafters)] for share in shares]
+    assert sorted(seq for numbers in own for seq in numbers) == list(range(turns * drafters * processes))
+    for share, numbers in zip(shares, own, strict=True):
+        assert numbers == sorted(numbers)
+        assert [share.place_of(seq) for seq in numbers] == list(range(len(numbers)))
+        assert [share.lane(place % drafters) for place in range(len(numbers))] == [n % share.stride for n in numbers]
+        assert share.place_of(turns * share.stride) == turns * drafters
+
+
+def test_one_process_counts_as_the_sequence_does() -> None:
+    assert [Share(3).seq_at(i) for i in range(7)] == list(range(7))

@@ -1,0 +1,155 @@
+"""Runs a case in a child process, measures it, resumes it, and compares with a run that nothing happened to."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from helixctl.checkpoint.store import latest_checkpoint, load_checkpoint
+from tests.fork_server import Child, ForkServer
+from tests.reliability.cases import Case
+from tests.reliability.faults import FAULT, PLACES
+from tests.training.worlds import make_world, tensors_equal
+
+STEPS = 12
+SETTINGS = (f"train.steps={STEPS}", "train.log_every_steps=1", "pipeline.threads=1", "checkpoint.keep_last=20")
+CLOCKED = ("time", "perf/")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a case."""
+
+    exit_code: int
+    output: str
+    detection_s: float
+    """From the fault to the end of the process, everything told and cleaned up."""
+    orphans: tuple[int, ...]
+    """Processes that outlived it."""
+    checkpoint_step: int | None
+    """Newest checkpoint that passes its checksums."""
+    damaged: int
+    """Checkpoints that do not."""
+    leftovers: bool
+    """A run.pid or unfinished folders, where the process could have cleaned up."""
+    accounting: dict[str, int]
+    """Of the run's end; empty where it had none."""
+    same_parameters: bool
+    """After a resume, or at once where the run went on: bit-equal to the undisturbed run."""
+    same_metrics: bool
+
+
+class Harness:
+    """One small world and its undisturbed run, for many cases."""
+
+    def __init__(self, server: ForkServer, folder: Path) -> None:
+        self._server = server
+        self._folder = folder
+        self._recipe = make_world(folder)
+        code = self.start("whole").wait()
+        assert code == 0, "the undisturbed run failed"
+
+    def start(self, name: str, *arguments: str, fault: str | None = None) -> Child:
+        values = [f"run.dir={self.run_dir(name)}", *SETTINGS]
+        words = ["train", str(self._recipe), *(word for value in values for word in ("--set", value)), *arguments]
+        return self._server.start(words, self._folder / "logs", {} if fault is None else {FAULT: fault})
+
+    def run_dir(self, name: str) -> Path:
+        return self._folder / name
+
+    def run(self, case: Case) -> Outcome:
+        """Make the fault happen, then `train --resume` unless the run came to its end."""
+        name = case.name.replace(" ", "-").replace(":", "")
+        mark = self._folder / f"{name}.instant"
+        more = [word for value in case.settings for word in ("--set", value)]
+        child = self.start(name, *more, fault=f"{case.role}/{case.fault}/{PLACES[case.role].nth}/{mark}")
+        code = child.wait()
+        ended_at = time.monotonic()
+        assert mark.exists(), f"{case.name} never happened: {child.output}"
+        checkpoints = latest_checkpoint(self.run_dir(name) / "checkpoints")
+        outcome: dict[str, Any] = {
+            "exit_code": code,
+            "output": child.output,
+            "detection_s": ended_at - float(mark.read_text()),
+            "orphans": tuple(of_session(child.pid)),
+            "checkpoint_step": checkpoints.step,
+            "damaged": len(checkpoints.skipped),
+            "leftovers": self._has_leftovers(name),
+            "accounting": self._accounting(name),
+        }
+        if code:
+            resumed = self.start(name, *more, "--resume")
+            assert resumed.wait() == 0, resumed.output
+        return Outcome(**outcome | self.compare(name))
+
+    def compare(self, name: str) -> dict[str, bool]:
+        """With the undisturbed run."""
+        own, whole = self.run_dir(name), self.run_dir("whole")
+        one, other = (load_checkpoint(path / "checkpoints" / f"step-{STEPS:08d}").tensors for path in (own, whole))
+        return {
+            "same_parameters": all(tensors_equal(one[part], other[part]) for part in ("drafter", "optimizer")),
+            "same_metrics": metrics(own) == metrics(whole),
+        }
+
+    def _has_leftovers(self, name: str) -> bool:
+        run_dir = self.run_dir(name)
+        return (run_dir / "run.pid").exists() or any((run_dir / "checkpoints").glob(".*"))
+
+    def _accounting(self, name: str) -> dict[str, int]:
+        path = self.run_dir(name) / "result.json"
+        return dict(json.loads(path.read_text())["accounting"]) if path.exists() else {}
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """Every line, without what depends on the clock."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith(CLOCKED)} for line in lines]
+
+
+def of_session(session: int) -> Iterator[int]:
+    """Processes of a session."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                if os.getsid(int(entry.name)) == session:
+                    yield int(entry.name)
+            except OSError:
+                continue
+
+
+def faults_found(case: Case, outcome: Outcome) -> list[str]:
+    """Everything in which the outcome is not what it must be."""
+    text = " ".join(outcome.output.split())
+    stopped = case.exit_code in (143, -9)
+    limit_s = 2.0 if case.fault != "hang in C" else 2.0 + 3.0 + 1.0
+    books = outcome.accounting
+    checks = {
+        f"exit code {outcome.exit_code}": outcome.exit_code == case.exit_code,
+        f"{case.shows!r} is not shown": case.shows in text,
+        "no traceback": not case.traceback or "Traceback" in outcome.output,
+        "a traceback": case.traceback or case.fault == "hang in C" or "Traceback" not in outcome.output,
+        f"detected after {outcome.detection_s:.2f} s": case.exit_code == 0 or outcome.detection_s < limit_s,
+        f"left alive: {outcome.orphans}": not outcome.orphans,
+        "no whole checkpoint": outcome.checkpoint_step is not None and not outcome.damaged,
+        "leftovers": not outcome.leftovers or case.exit_code == -9 or case.fault == "hang in C",
+        "other parameters than the undisturbed run": outcome.same_parameters or case.fault == "NaN once",
+        "other metrics than the undisturbed run": outcome.same_metrics or not (stopped or case.exit_code),
+        f"the sums do not add up: {books}": not books or adds_up(books),
+    }
+    return [what for what, is_right in checks.items() if not is_right]
+
+
+def adds_up(books: dict[str, int]) -> bool:
+    """Documents read = kept + dropped; micro-batches produced = trained + validated + in flight."""
+    dropped = sum(count for name, count in books.items() if name.startswith("documents dropped"))
+    parts = ("trained", "validated", "in flight at the end")
+    return (
+        books["documents read"] == books["documents kept"] + dropped
+        and books["micro-batches produced"] == sum(books[f"micro-batches {part}"] for part in parts)
+        and books["micro-batches in flight at the end"] >= 0
+    )

@@ -1,0 +1,25 @@
+"""Every fault in every role: detected, told, cleaned up, and resumed as if nothing had happened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.fork_server import fork_server
+from tests.reliability.cases import Case, all_cases
+from tests.reliability.harness import Harness, faults_found
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
+    with fork_server() as server:
+        yield Harness(server, tmp_path_factory.mktemp("world"))
+
+
+@pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
+def test_fault(case: Case, harness: Harness) -> None:
+    outcome = harness.run(case)
+    assert not faults_found(case, outcome), f"{faults_found(case, outcome)}\n{outcome.output}"
