@@ -163,6 +163,8 @@ def parse_raw(text: str) -> tuple[dict[int, Counter[Frames]], dict[int, str]]:
 
 def explain(log: str, code: int) -> str:
     """Why py-spy gave nothing, and what helps."""
+    if code == -signal.SIGINT:
+        return "py-spy was stopped before it had begun: the window was too short"
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     reason = next((line for line in lines if "denied" in line.lower()), lines[-1] if lines else f"exit code {code}")
     is_refused = any("denied" in line.lower() or "not permitted" in line.lower() for line in lines)
