@@ -75,7 +75,7 @@ def generate(target: Any, drafter: Any, prompt: list[int], reference: dict[str, 
 
     made: list[Any] = []
 
-    class Cache(module.DynamicCache):  # type: ignore[name-defined,misc]
+    class Cache(module.DynamicCache):  # type: ignore[misc]
         """Tells how far the target's cache is kept."""
 
         def crop(self, max_length: int) -> None:

@@ -7,11 +7,13 @@ is withdrawn, because those steps come again. Sinks are used by one thread.
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+from helixctl.errors import UsageError
 from helixctl.plugins import SINKS, load_plugin
 
 _log = logging.getLogger(__name__)
@@ -58,11 +60,26 @@ class SinkGroup:
             _log.warning(text, name, doing, type(error).__name__, error)
 
 
+def import_extra(name: str) -> Any:
+    """The library of an optional sink.
+
+    Raises:
+        UsageError: it is not installed; says how to install it.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UsageError(
+            f"metrics sink {name!r} needs a library that cannot be imported: {error}",
+            fix=f"pip install 'helixctl[{name}]', or take {name} out of metrics.sinks",
+        ) from error
+
+
 def open_sinks(names: Sequence[str], run_dir: Path, total_steps: int, resume_step: int | None = None) -> SinkGroup:
     """Open the sinks called ``names``. A sink that cannot even be opened is an error, at once.
 
     Raises:
-        UsageError: no sink has that name.
+        UsageError: no sink has that name, or its library is not installed.
         OSError: the run directory cannot be written.
     """
     opened: dict[str, Sink] = {}

@@ -20,6 +20,7 @@ from helixctl.metrics import names
 from helixctl.metrics.sink import SinkGroup, open_sinks
 from helixctl.metrics.sinks import console, jsonl, tensorboard
 from helixctl.plugins import SINKS, load_plugin, plugin_names
+from tests.metrics.fakes import FAKES, install_fake
 
 
 def lines_of(run_dir: Path) -> list[dict[str, Any]]:
@@ -35,7 +36,9 @@ def write_steps(run_dir: Path, *steps: int, resume_step: int | None = None) -> N
 
 @pytest.mark.parametrize("name", plugin_names(SINKS))
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_every_plugin_keeps_the_protocol(name: str, tmp_path: Path) -> None:
+def test_every_plugin_keeps_the_protocol(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for extra in FAKES:
+        install_fake(monkeypatch, extra)
     sink = load_plugin(SINKS, name).open_sink(tmp_path, 10, 4)
     sink.write(5, {names.TRAIN_LOSS: 1.5, names.TRAIN_ACCEPT_LEN: math.nan})
     sink.write(5, {names.VAL_LOSS: math.inf})
