@@ -104,7 +104,7 @@ def test_the_main_job_is_told_in_the_readme() -> None:
     commands = [line.split()[1] for line in block_lines(PAGES[0]) if line.startswith("helixctl ")]
     assert commands == ["init", "plan", "prepare", "train", "validate", "export"]
     told = {line.split()[1] for line in table_lines(PAGES[0])}
-    assert told == {*commands, "recipe", "doctor"}
+    assert told == {*commands, "recipe", "doctor", "profile"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
