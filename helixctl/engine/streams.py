@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Generic, Protocol, TypeVar
@@ -93,6 +93,10 @@ class StreamContext:
                 self._stream(self._device).synchronize()
         finally:
             self._stack.close()
+
+    def named(self, name: str) -> AbstractContextManager[object]:
+        """The block shows under ``name`` in Nsight Systems and `torch.profiler` (an NVTX range); on a CPU nothing."""
+        return torch.cuda.nvtx.range(name) if self._device.type == "cuda" else nullcontext()
 
     def handoff(self, value: T) -> Handoff[T]:
         """Wrap what this context's stream on ``device`` has been told to compute or copy."""

@@ -153,10 +153,11 @@ class DrafterStage:
             for seq in self._numbers():
                 slot = lane.inbox.receive(lane.number).take()
                 role = lane.sequence.entry(seq).role
-                if role == "train":
-                    self._accumulate(slot)
-                else:
-                    self._evaluate(slot)
+                with stream.named(f"{self.name} {role}"):
+                    if role == "train":
+                        self._accumulate(slot)
+                    else:
+                        self._evaluate(slot)
                 self._num_done[role] += 1
                 stream.done(slot)
                 lane.pool.release(lane.share.place_of(seq))

@@ -119,7 +119,8 @@ class TargetStage:
         assert target is not None
         with StreamContext(target.device) as stream:
             for work in self._inbox:
-                features = target.features(work.batch)
+                with stream.named(self.name):
+                    features = target.features(work.batch)
                 if not self._has_checked:
                     check_taps(features, self._taps, work.batch)
                     self._has_checked = True
@@ -153,7 +154,7 @@ class PostStage:
         """Until the target is done."""
         for captured in self._inbox:
             slot = captured.work.slot
-            with StreamContext(slot.input_ids.device, peer=self._device) as stream:
+            with StreamContext(slot.input_ids.device, peer=self._device) as stream, stream.named(self.name):
                 stream.reuse(slot)
                 fill_slot(slot, captured.work.batch, captured.features.take())
                 self._outbox.send(captured.work.place, stream.handoff(slot))

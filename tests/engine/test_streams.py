@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -90,3 +91,18 @@ def _burn(device: torch.device, cycles: int) -> None:
     if device.type == "cuda":
         with torch.cuda.device(device):
             torch.cuda._sleep(cycles)
+
+
+def test_the_work_of_a_stage_is_a_range_on_a_gpu_and_nothing_on_a_cpu(monkeypatch):
+    shown: list[str] = []
+
+    @contextmanager
+    def show(name: str):
+        shown.append(name)
+        yield
+
+    monkeypatch.setattr(torch.cuda.nvtx, "range", show)
+    for device in ("cpu", "cuda:0"):
+        with StreamContext(torch.device(device)).named(f"target-0 on {device}"):
+            pass
+    assert shown == ["target-0 on cuda:0"]
