@@ -5,7 +5,6 @@ python -m scripts.targets
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from pathlib import Path
 
@@ -44,4 +43,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -13,6 +13,7 @@ from helixctl.cli.doctor import doctor
 from helixctl.cli.exporting import convert, export
 from helixctl.cli.loading import AsJson, Checkpoint, Overrides, RecipePath, check_exists, load, load_plan
 from helixctl.cli.logs import set_up_logs
+from helixctl.cli.looking import report, runs
 from helixctl.cli.process import heavy_imports, run_process
 from helixctl.cli.profile import profile
 from helixctl.doctor.guard import install_guard
@@ -35,6 +36,8 @@ app.command()(doctor)
 app.command()(profile)
 app.command()(export)
 app.command()(convert)
+app.command()(runs)
+app.command()(report)
 
 _FORK_GUARDED = ("train", "validate")
 """Commands that refuse a fork after CUDA's start unless told otherwise; nothing of ours forks."""

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from helixctl.plan import Plan
     from helixctl.profiling.compare import Comparison
     from helixctl.training.results import TrainResult, ValidationResult
+    from helixctl.training.runs import RunSummary
 
 WIDTH = 100
 _REDRAW_S = 0.2
@@ -160,6 +161,14 @@ def render_check(result: CheckResult) -> None:
     for view in result.engines:
         state = "reads it" if view.reads else "does not read it as it was meant"
         _print_section(console, f"{view.engine}: {state}", view.uses)
+
+
+def render_runs(runs: Sequence[RunSummary]) -> None:
+    """A line per run."""
+    from helixctl.cli.tables import run_table
+
+    console = _console()
+    console.print(run_table(runs) if runs else Text("no runs here", style="dim"))
 
 
 def render_validation(result: ValidationResult) -> None:

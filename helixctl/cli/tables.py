@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from helixctl.memory import MemoryLine
     from helixctl.plan import Plan
     from helixctl.training.results import TrainResult, ValidationResult
+    from helixctl.training.runs import RunSummary
 
 UNKNOWN = "unknown until `helixctl prepare` has run"
 
@@ -62,6 +63,19 @@ def memory_table(lines: tuple[MemoryLine, ...]) -> Table:
     for name in dict.fromkeys(line.name for line in lines):
         table.add_row(name, *(format_bytes(dict(items)[name]) if name in dict(items) else "" for items in columns))
     table.add_row("together", *(format_bytes(sum(size for _, size in items)) for items in columns), style="bold")
+    return table
+
+
+def run_table(runs: Sequence[RunSummary]) -> Table:
+    """Runs down; state, steps, the best value of what chooses their checkpoints, speed."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for title in ("run", "state", "step", "best", "tokens/s"):
+        table.add_column(title, justify="right" if title in ("step", "tokens/s") else "left", overflow="fold")
+    for run in runs:
+        best = "" if run.best is None else f"{run.metric} {run.best:.4g} at {run.best_step:,}"
+        steps = f"{run.step:,}/{run.total_steps:,}" if run.total_steps else f"{run.step:,}"
+        speed = "" if run.tokens_per_s is None else f"{run.tokens_per_s:,.0f}"
+        table.add_row(run.dir, run.state, steps, best, speed)
     return table
 
 

@@ -63,7 +63,7 @@ def test_mlflow_logs_a_step_in_one_call(tmp_path: Path, monkeypatch: pytest.Monk
     assert [run for run, _ in fake.batches] == fake.ended == ["e0/run/0"] * 2
     (loss, accuracy) = fake.batches[0][1]
     assert (loss[0], loss[1], loss[3]) == ("train/loss", 1.5, 5) and accuracy[0] == "train/accuracy"
-    assert fake.places[0] == (tmp_path / "run" / "mlflow").resolve().as_uri()
+    assert fake.places[0] == f"sqlite:///{(tmp_path / 'run' / 'mlflow.db').resolve()}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracking.example")
     mlflow.open_sink(tmp_path / "other", 10)
     assert fake.places[-1] == "http://tracking.example" and fake.experiments == {"helixctl": "e0"}

@@ -1,4 +1,4 @@
-"""MLflow: needs ``pip install 'helixctl[mlflow]'``. ``MLFLOW_TRACKING_URI`` says where; else ``<run_dir>/mlflow``.
+"""MLflow: needs ``pip install 'helixctl[mlflow]'``. ``MLFLOW_TRACKING_URI`` says where; else ``<run_dir>/mlflow.db``.
 
 The run's id is kept in ``<run_dir>/mlflow-id``, so that a resumed run goes on in the same place. The library is
 imported when the sink is opened, not before.
@@ -15,7 +15,7 @@ from typing import Any
 from helixctl.metrics.sink import import_extra
 
 ID_FILE = "mlflow-id"
-FOLDER = "mlflow"
+FILE = "mlflow.db"
 
 
 class MlflowSink:
@@ -45,7 +45,7 @@ def open_sink(run_dir: Path, total_steps: int, resume_step: int | None = None) -
     """
     mlflow = import_extra("mlflow")
     run_dir.mkdir(parents=True, exist_ok=True)
-    place = os.environ.get("MLFLOW_TRACKING_URI") or (run_dir / FOLDER).resolve().as_uri()
+    place = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(run_dir / FILE).resolve()}"
     client = mlflow.MlflowClient(tracking_uri=place)
     path = run_dir / ID_FILE
     if resume_step is None or not path.is_file():
