@@ -355,6 +355,11 @@ def _data_warnings(recipe: Recipe, target: TargetFacts, counts: DataCounts | Non
 
 
 def _run_warnings(recipe: Recipe, load: Load, memory: tuple[MemoryLine, ...], machine: Machine) -> Iterator[str]:
+    if recipe.target.trust_remote_code:
+        yield (
+            f"target.trust_remote_code is on: Python code that {recipe.target.model} brings along runs with your "
+            "rights; leave it off unless you have read that code"
+        )
     advised = advised_slots(len(load.target_devices), len(load.drafter_devices))
     if load.num_slots < advised:
         yield f"pipeline.slots is {load.num_slots}; loops will wait for each other with fewer than {advised}"

@@ -284,6 +284,12 @@ def test_processes_share_a_host_and_take_one_step_together(recipe):
     assert json.loads(json.dumps(plans[3].to_json()))["world"]["rank"] == 3
 
 
+def test_foreign_code_is_shown_loudly(recipe):
+    plan = make_plan(recipe("target.trust_remote_code=true"), machine(1))
+    assert any("runs with your rights" in warning for warning in plan.warnings)
+    assert not any("rights" in warning for warning in make_plan(recipe(), machine(1)).warnings)
+
+
 def test_gpus_that_cannot_be_shared_out_are_refused(recipe):
     with pytest.raises(RecipeError, match="3 GPUs cannot be shared out evenly to 2 processes"):
         make_plan(recipe(), replace(machine(3), world=World(2, 0, 2, 0)))

@@ -17,7 +17,8 @@ from tests.conftest import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 INIT = "helixctl init path/to/target data/train.jsonl -o recipe.yaml"
-PLACEHOLDERS = {"RECIPE": "recipe.yaml", "MODEL": "path/to/target", "DATA": "data/train.jsonl", "[PATHS]": "src"}
+PUBLISHED = {"DRAFTER": "runs/target-dflash/export", "OUTPUT": "converted", "RUN": "runs/target-dflash"}
+PLACEHOLDERS = {"RECIPE": "recipe.yaml", "MODEL": "path/to/target", "DATA": "data/train.jsonl", "[PATHS]": "src", **PUBLISHED}
 SMALLER = {
     "  epochs: 6": "  steps: 2",
     "  every_steps: 500": "  every_steps: 2",
@@ -104,7 +105,7 @@ def test_the_main_job_is_told_in_the_readme() -> None:
     commands = [line.split()[1] for line in block_lines(PAGES[0]) if line.startswith("helixctl ")]
     assert commands == ["init", "plan", "prepare", "train", "validate", "export"]
     told = {line.split()[1] for line in table_lines(PAGES[0])}
-    assert told == {*commands, "recipe", "doctor", "profile"}
+    assert told == {*commands, "recipe", "doctor", "profile", "convert", "runs", "report"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -133,6 +134,18 @@ def test_commands_in_running_text_know_their_options(page: Path, run: Runner) ->
         assert done.code == 0, f"{page.name} names `{span}`"
         for option in (word.split("=")[0] for word in words if word.startswith("-")):
             assert option in done.out, f"{page.name} names `{span}`"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_lines_for_torchrun_parse(page: Path, run: Runner) -> None:
+    lines = [line.strip() for line in page.read_text(encoding="utf-8").splitlines()]
+    for line in (line for line in lines if line.startswith("torchrun ")):
+        from torch.distributed.run import get_args_parser
+
+        parsed = get_args_parser().parse_args(shlex.split(line)[1:])
+        assert (parsed.module, parsed.training_script, parsed.training_script_args[0]) == (True, "helixctl", "train")
+        done = run("train", "--help")
+        assert all(word in done.out for word in parsed.training_script_args if word.startswith("--")), line
 
 
 def test_links_lead_somewhere() -> None:

@@ -201,6 +201,8 @@ class DrafterStage:
             self._validation_started = perf_counter()
         with autocast(self._plan, self.device):
             self._add(self._drafter.evaluate(slot, self._shared))
+        if slot.bad is not None and slot.batch is not None:
+            self._left_out.append((slot.bad, slot.batch))
 
     def _add(self, sums: dict[str, Tensor]) -> None:
         for name, value in sums.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import resource
 import signal
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ from helixctl.metrics.sink import SinkGroup, open_sinks
 from helixctl.models.tokenizer import load_tokenizer
 from helixctl.plan import Plan
 from helixctl.recipe.load import dump_recipe
-from helixctl.training import environment
+from helixctl.redact import redact, redact_text
 from helixctl.training.build import Control, Pipeline, Targets, build_pipeline
 from helixctl.training.live import LiveDecoder, decode_options, held_out_prompts
 from helixctl.training.process import set_up_process
@@ -36,6 +37,8 @@ from helixctl.training.results import TrainResult
 from helixctl.training.run_dir import claimed_run_dir, find_resume_point
 from helixctl.training.state import TrainState, check_fingerprints, make_fingerprints, num_steps
 from helixctl.training.warmup import allow_recompiling
+
+logger = logging.getLogger(__name__)
 
 
 def run_training(plan: Plan, *, resume: bool = False, status_every_s: float = EVERY_S) -> TrainResult:
@@ -62,9 +65,8 @@ def run_training(plan: Plan, *, resume: bool = False, status_every_s: float = EV
         if processes.world.rank:
             return _run(plan, store, state, None, control)
         run_dir = plan.recipe.run.dir
-        write_json(run_dir / "plan.json", plan.to_json())
-        write_json(run_dir / environment.FILE, environment.describe_environment())
-        write_text(run_dir / "recipe.yaml", dump_recipe(plan.recipe))
+        write_json(run_dir / "plan.json", redact(plan.to_json()))
+        write_text(run_dir / "recipe.yaml", redact_text(dump_recipe(plan.recipe)))
         sinks = _open_sinks(plan, run_dir, None if checkpoint is None else state.step)
         try:
             return _run(plan, store, state, _Record(sinks, checkpoint), control)
@@ -92,6 +94,8 @@ def _start(plan: Plan, store: Store, resume: bool, processes: Processes) -> tupl
         run_dir = plan.recipe.run.dir
         remove_leftovers(run_dir / "checkpoints")
         found = find_resume_point(run_dir, resume)
+        for skipped in found.skipped if found else ():
+            logger.warning("a damaged checkpoint is passed over: %s", skipped.reason)
         if found is None or found.path is None:
             return {"state": TrainState(fingerprints=current).to_json(), "checkpoint": None}
         return {"state": load_checkpoint(found.path).state, "checkpoint": str(found.path)}

@@ -26,10 +26,11 @@ def claimed_run_dir(path: Path) -> Iterator[Path]:
     pid_file = path / "run.pid"
     try:
         path.mkdir(parents=True, exist_ok=True)
+        _refuse_links(path)
         (path / "checkpoints").mkdir(exist_ok=True)  # what fails here would fail hours later
         _refuse_live_owner(pid_file)
         # Stays open for the whole run: whoever knows the process finds its run directory among its open files.
-        held = pid_file.open("w", encoding="ascii")
+        held = os.fdopen(os.open(pid_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644), "w")
     except OSError as error:
         raise UsageError(
             f"run.dir cannot be written: {error.filename or path}: {error.strerror or error}",
@@ -94,6 +95,16 @@ def _none_is_whole(root: Path, found: Latest) -> CheckpointError:
     reasons = "; ".join(s.reason if str(s.path) in s.reason else f"{s.path}: {s.reason}" for s in found.skipped)
     fix = f"delete {root} to begin again, or restore a copy"
     return CheckpointError(f"no checkpoint in {root} is whole: {reasons}", fix=fix)
+
+
+def _refuse_links(path: Path) -> None:
+    """Where others may write, a link could lead our files anywhere. Links above ``path`` are the user's own."""
+    links = [inner for inner in (path, *path.iterdir()) if inner.is_symlink()]
+    if links:
+        raise UsageError(
+            f"run.dir holds a link, and links are not followed there: {links[0]} -> {os.readlink(links[0])}",
+            fix="give run.dir the folder itself, or remove the link",
+        )
 
 
 def _refuse_live_owner(pid_file: Path) -> None:

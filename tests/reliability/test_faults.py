@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.fork_server import fork_server
-from tests.reliability.cases import Case, all_cases
+from tests.reliability.cases import DAMAGES, Case, all_cases
 from tests.reliability.harness import Harness, faults_found
 
 pytestmark = pytest.mark.slow
@@ -19,7 +19,12 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
         yield Harness(server, tmp_path_factory.mktemp("world"))
 
 
-@pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", list(all_cases()), ids=lambda case: case.name)
 def test_fault(case: Case, harness: Harness) -> None:
     outcome = harness.run(case)
     assert not faults_found(case, outcome), f"{faults_found(case, outcome)}\n{outcome.output}"
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over_by_name(damage: str, harness: Harness) -> None:
+    assert harness.run_damaged(damage)

@@ -144,3 +144,33 @@ def test_a_run_directory_that_cannot_be_made_is_a_usage_error(recipe: Path) -> N
     (recipe.parent / "file").write_text("")
     with pytest.raises(UsageError, match="cannot be written"):
         run_training(make_world_plan(recipe, f"run.dir={recipe.parent / 'file' / 'run'}"))
+
+
+@pytest.mark.parametrize("link", ["run", "run/checkpoints", "run/metrics.jsonl", "run/run.pid"])
+def test_links_in_the_run_directory_are_not_followed(recipe: Path, link: str) -> None:
+    place, elsewhere = recipe.parent / link, recipe.parent / "elsewhere"
+    elsewhere.mkdir()
+    place.parent.mkdir(exist_ok=True)
+    place.symlink_to(elsewhere if link in ("run", "run/checkpoints") else elsewhere / "file")
+    with pytest.raises(UsageError, match="links are not followed"):
+        run_training(make_world_plan(recipe))
+    assert not any(elsewhere.iterdir())
+
+
+def test_secrets_are_not_saved(recipe: Path) -> None:
+    secret = "hf_" + "a1B2" * 8
+    plan = make_world_plan(recipe, f"data.train=[{{path: {recipe.parent}/{secret}.jsonl, format: tokens}}]")
+    run_training(plan)
+    written = [(recipe.parent / "run" / name).read_text() for name in ("recipe.yaml", "plan.json", "result.json")]
+    assert all(secret not in text for text in written) and "(hidden)" in written[0]
+
+
+def test_several_drafters_resume_bit_for_bit(recipe: Path) -> None:
+    two = "pipeline.drafters=[cpu, cpu]"
+    run_training(make_world_plan(recipe, f"run.dir={recipe.parent / 'whole'}", two))
+    run_training(make_world_plan(recipe, two))
+    newest = recipe.parent / "run" / "checkpoints" / "step-00000006"
+    (newest / "drafter.safetensors").unlink()
+    run_training(make_world_plan(recipe, two), resume=True)
+    whole, resumed = final(recipe.parent / "whole", 6), final(recipe.parent / "run", 6)
+    assert tensors_equal(whole.tensors["drafter"], resumed.tensors["drafter"])

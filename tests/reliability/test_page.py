@@ -1,0 +1,29 @@
+"""The table of docs/reliability.md holds every case, with the outcome that the cases promise."""
+
+from __future__ import annotations
+
+from scripts.reliability import BEGIN, END, HEADER, PAGE
+from tests.reliability.cases import DAMAGES, all_cases
+
+
+def rows() -> list[list[str]]:
+    text = PAGE.read_text(encoding="utf-8")
+    block = text[text.index(BEGIN) : text.index(END)]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines() if line[:1] == "|"]
+
+
+def test_the_page_is_that_of_the_cases() -> None:
+    header, _, *found = rows()
+    assert tuple(header) == HEADER
+    expected = [[case.role, case.fault, case.outcome, str(case.exit_code)] for case in all_cases()]
+    assert [row[:4] for row in found[: len(expected)]] == expected
+    assert [row[1] for row in found[len(expected) :]] == list(DAMAGES)
+    assert {row[5] for row in found} == {"bit-equal", "as expected"}
+
+
+def test_every_role_fails_in_every_way_that_ends_a_process() -> None:
+    pairs = {(case.role, case.fault) for case in all_cases()}
+    roles = {role for role, _ in pairs}
+    assert len(roles) == 7
+    for fault in ("exception", "out of memory", "hang in C", "SIGTERM", "SIGKILL"):
+        assert {role for role, own in pairs if own == fault} == roles

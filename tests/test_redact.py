@@ -1,0 +1,53 @@
+"""Secrets do not survive in saved values, and nothing else is changed."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helixctl.redact import HIDDEN, RedactingFilter, redact, redact_text
+
+SECRETS = [
+    "hf_" + "a1B2" * 8,
+    "ghp_" + "x" * 36,
+    "sk-proj-" + "k" * 24,
+    "AKIA" + "Q" * 16,
+    "eyJhbGciOi.eyJzdWIiOiIx.SflKxwRJSM",
+]
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.sampled_from(["Qwen/Qwen3-8B", "cuda:0", "runs/one", "step", ""]),
+    lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(["run", "model", "mask_token_id", "dir"]), inner),
+)
+
+
+@pytest.mark.parametrize("secret", SECRETS)
+def test_tokens_are_hidden_wherever_they_stand(secret: str) -> None:
+    value = {"run": {"dir": f"/tmp/{secret}/run"}, "sources": [("a", f"token={secret}")], secret: 1}
+    saved = redact(value)
+    assert secret not in repr({key: inner for key, inner in saved.items() if key != secret})
+    assert redact_text(f"loading with {secret}.") == f"loading with {HIDDEN}."
+
+
+def test_logins_and_named_secrets_are_hidden() -> None:
+    assert redact_text("https://me:pw@host/x") == f"https://{HIDDEN}@host/x"
+    assert redact_text("https://host/x?api_key=abcdef123&y=1") == f"https://host/x?api_key={HIDDEN}&y=1"
+    assert redact({"hf_token": "abc", "password": "pw", "mask_token_id": 3, "token": ["kept"]}) == {
+        "hf_token": HIDDEN,
+        "password": HIDDEN,
+        "mask_token_id": 3,
+        "token": ["kept"],
+    }
+
+
+@given(PLAIN)
+def test_ordinary_values_stay(value: object) -> None:
+    assert redact(value) == value
+
+
+def test_log_records_are_redacted() -> None:
+    record = logging.LogRecord("x", logging.WARNING, "f", 1, "%s failed", (SECRETS[0],), None)
+    assert RedactingFilter().filter(record)
+    assert record.getMessage() == f"{HIDDEN} failed"
