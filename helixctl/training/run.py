@@ -27,6 +27,7 @@ from helixctl.models.tokenizer import load_tokenizer
 from helixctl.plan import Plan
 from helixctl.recipe.load import dump_recipe
 from helixctl.redact import redact, redact_text
+from helixctl.training import environment
 from helixctl.training.build import Control, Pipeline, Targets, build_pipeline
 from helixctl.training.live import LiveDecoder, decode_options, held_out_prompts
 from helixctl.training.process import set_up_process
@@ -66,6 +67,7 @@ def run_training(plan: Plan, *, resume: bool = False, status_every_s: float = EV
             return _run(plan, store, state, None, control)
         run_dir = plan.recipe.run.dir
         write_json(run_dir / "plan.json", redact(plan.to_json()))
+        write_json(run_dir / environment.FILE, environment.describe_environment())
         write_text(run_dir / "recipe.yaml", redact_text(dump_recipe(plan.recipe)))
         sinks = _open_sinks(plan, run_dir, None if checkpoint is None else state.step)
         try:
