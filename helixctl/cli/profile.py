@@ -36,6 +36,9 @@ class SubjectOptions:
     """What is looked at."""
 
     pid: Annotated[int | None, typer.Option(metavar="PID", help="A running process, ours or any Python's.")] = None
+    run_dir: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Run directory of --pid, where it cannot be found.")
+    ] = None
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace one option of the recipe.")
     ] = None
@@ -101,6 +104,8 @@ def _refuse(recipe: Path | None, subject: SubjectOptions, look: LookOptions) -> 
         raise UsageError("a recipe and --pid exclude each other", fix="give one of them")
     if subject.compare is not None and (recipe is not None or subject.pid is not None):
         raise UsageError("--compare stands alone", fix="helixctl profile --compare A B")
+    if subject.run_dir is not None and subject.pid is None:
+        raise UsageError("--run-dir needs --pid", fix="helixctl profile --pid PID --run-dir FOLDER")
     if look.steps is not None and look.seconds is not None:
         raise UsageError("--steps and --seconds exclude each other", fix="give one of them")
     if subject.set_ and recipe is None:
@@ -122,7 +127,7 @@ def _profile(recipe: Path | None, subject: SubjectOptions, look: LookOptions) ->
             output = _recipe_output(recipe, subject, look)
             done = profile_recipe(recipe, subject.set_ or [], options, output, on_progress)
         else:
-            run = _find(subject.pid)
+            run = _find(subject)
             done = profile_process(run, options, look.output or _default_output(run), on_progress)
     _show(done, look)
 
@@ -161,14 +166,14 @@ def _recipe_output(recipe: Path, subject: SubjectOptions, look: LookOptions) -> 
     return (look.output or plan.recipe.run.dir / "profile").absolute()
 
 
-def _find(pid: int | None) -> Run:
+def _find(subject: SubjectOptions) -> Run:
     from helixctl.profiling.runs import check_process, only_run
     from helixctl.profiling.session import find_process
 
-    if pid is None:
+    if subject.pid is None:
         return only_run()
-    check_process(pid)
-    return find_process(pid)
+    check_process(subject.pid)
+    return find_process(subject.pid, subject.run_dir)
 
 
 def _default_output(run: Run) -> Path:
@@ -192,7 +197,7 @@ def _show_live(recipe: Path | None, subject: SubjectOptions, look: LookOptions) 
     from helixctl.profiling.runs import Run
 
     if recipe is None:
-        _refresh(_find(subject.pid), look.seconds)
+        _refresh(_find(subject), look.seconds)
         return
     with launched(recipe, subject.set_ or [], _recipe_output(recipe, subject, look)) as started:
         _refresh(Run(started.pid, started.run_dir, f"helixctl train {recipe}"), look.seconds)

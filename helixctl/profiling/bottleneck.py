@@ -252,7 +252,14 @@ def _process(facts: Facts, limits: Thresholds) -> Iterator[Finding]:
     if facts.gil_share is None or facts.gil_share < limits.gil:
         numbers: dict[str, float | int | str] = {"busiest": top.name, "on_cpu_share": top.on_cpu_share}
         detail = tuple(frame for frame, _ in top.top_frames[:3])
-        yield Finding("T", f"busiest thread: {top.name}", "note", numbers, "no run of helixctl: no stages", detail)
+        yield Finding(
+            "T",
+            f"busiest thread: {top.name}",
+            "note",
+            numbers,
+            "no status of a helixctl run can be read (--run-dir names its folder), so there are no stages",
+            detail,
+        )
 
 
 def _nothing(facts: Facts) -> Finding:

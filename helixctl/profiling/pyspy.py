@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -169,7 +170,8 @@ def explain(log: str, code: int) -> str:
     reason = next((line for line in lines if "denied" in line.lower()), lines[-1] if lines else f"exit code {code}")
     is_refused = any("denied" in line.lower() or "not permitted" in line.lower() for line in lines)
     remedy = f"; {_REMEDY}" if is_refused else ""
-    return f"py-spy was {'refused' if is_refused else 'no help'}: {reason.removeprefix('Error: ')}{remedy}"
+    reason = re.sub(r"^(Error|Reason|\d+): ", "", reason)
+    return f"py-spy was {'refused' if is_refused else 'no help'}: {reason}{remedy}"
 
 
 def wake_stopped(pid: int) -> None:

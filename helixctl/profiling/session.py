@@ -65,9 +65,9 @@ def profile_process(run: Run, options: Options, output: Path, on_progress: OnPro
     return _report(seen, About("pid", run.command, _notes(seen)), output)
 
 
-def find_process(pid: int) -> Run:
-    """A process by its number; its run directory is None where it is no run of ours."""
-    return Run(pid, run_dir_of(pid), command_line(pid))
+def find_process(pid: int, run_dir: Path | None = None) -> Run:
+    """A process by its number; its run directory is found if none is given, and None where it is no run of ours."""
+    return Run(pid, run_dir or run_dir_of(pid), command_line(pid))
 
 
 def _with_baseline(options: Options) -> Options:
@@ -88,8 +88,6 @@ def _notes(seen: Recording) -> tuple[str, ...]:
     notes = []
     if seen.native is not None:
         notes.append(seen.native.problem or f"classes of stacks are those of {seen.native.ticks} native looks")
-    if seen.stacks.problem:
-        notes.append(seen.stacks.problem)
     if seen.stacks.late_samples:
         notes.append(f"py-spy was late {seen.stacks.late_samples} times: the machine is busy, or the rate too high")
     return tuple(notes)

@@ -102,6 +102,7 @@ def test_none_or_several_runs_are_listed(count, run, tmp_path, monkeypatch):
         (("--seconds", 3, "--steps", 3), "exclude each other"),
         (("--set", "a=b"), "needs a recipe"),
         (("--live",), "needs a terminal"),
+        (("--run-dir", "x"), "needs --pid"),
         (("--pid", 2**22 + 1), "no process"),
         (("--compare", "a", "b"), "cannot be read as a report"),
         (("--compare", "a", "b", "--pid", 1), "stands alone"),
