@@ -18,7 +18,13 @@ from tests.conftest import ROOT
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 INIT = "helixctl init path/to/target data/train.jsonl -o recipe.yaml"
 PUBLISHED = {"DRAFTER": "runs/target-dflash/export", "OUTPUT": "converted", "RUN": "runs/target-dflash"}
-PLACEHOLDERS = {"RECIPE": "recipe.yaml", "MODEL": "path/to/target", "DATA": "data/train.jsonl", "[PATHS]": "src", **PUBLISHED}
+PLACEHOLDERS = {
+    "RECIPE": "recipe.yaml",
+    "MODEL": "path/to/target",
+    "DATA": "data/train.jsonl",
+    "[PATHS]": "src",
+    **PUBLISHED,
+}
 SMALLER = {
     "  epochs: 6": "  steps: 2",
     "  every_steps: 500": "  every_steps: 2",
