@@ -1,0 +1,145 @@
+"""Worker processes of loaders, seen from both sides: how one begins, and what is said when a batch does not come."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import random
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from helixctl.errors import DataError
+
+_DUMP_SIGNAL = signal.SIGUSR1
+_LOOK_EVERY_S = 5.0
+_TIMED_OUT = "DataLoader timed out"
+
+
+class LoaderStalled(DataError):
+    """No batch came in time. The stacks of this process and of the workers have been written to stderr."""
+
+
+@dataclass(frozen=True)
+class WorkerStart:
+    """What a worker does first: ``worker_init_fn``."""
+
+    seed_key: tuple[int, ...]
+    """Numbers that make this loader's workers differ from those of other stages and ranks."""
+
+    def __call__(self, worker: int) -> None:
+        """Seed every generator, leave Ctrl-C to the parent, and be ready to show stacks."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        faulthandler.register(_DUMP_SIGNAL, all_threads=True)
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
+        for_python, for_numpy, for_torch = worker_seeds(self.seed_key, worker)
+        random.seed(for_python)
+        np.random.seed(for_numpy)
+        torch.manual_seed(for_torch)
+
+
+def worker_seeds(seed_key: Sequence[int], worker: int) -> tuple[int, int, int]:
+    """Seeds for random, numpy and torch; different for every worker, rank and stage."""
+    first, second, third = np.random.SeedSequence([*seed_key, worker]).generate_state(3).tolist()
+    return first, second, third
+
+
+def watch(loader: DataLoader[Any], timeout_s: float, role: str) -> Iterator[Any]:
+    """The batches of one iteration; a failure of workers becomes an error that says what to do.
+
+    Raises:
+        LoaderStalled: no batch within the loader's timeout.
+        DataError: a worker process ended.
+    """
+    iterator: Any = None
+    try:
+        iterator = iter(loader)
+        while True:
+            try:
+                batch = _next(iterator, timeout_s if loader.num_workers else None)
+            except StopIteration:
+                return
+            yield batch
+    except RuntimeError as error:
+        workers = [process.pid for process in getattr(iterator, "_workers", multiprocessing.active_children())]
+        raise _explain(error, workers, timeout_s, role) from error
+
+
+def _next(iterator: Any, timeout_s: float | None) -> Any:
+    """The next batch, looking every few seconds whether the workers live.
+
+    torch looks only when its own timeout is over, and relies on SIGCHLD before; workers from a server are no children
+    of this process, and send none. After torch's timeout one may simply ask again: nothing is lost by it. The timeout
+    of the loader itself stays long, because starting an epoch cannot be tried again.
+    """
+    if timeout_s is None:
+        return next(iterator)
+    iterator._timeout = min(_LOOK_EVERY_S, timeout_s)
+    waited_s = 0.0
+    try:
+        while True:
+            try:
+                return next(iterator)
+            except RuntimeError as error:
+                waited_s += iterator._timeout
+                if _TIMED_OUT not in str(error) or waited_s >= timeout_s:
+                    raise
+    finally:
+        iterator._timeout = timeout_s
+
+
+def _explain(error: RuntimeError, workers: list[int], timeout_s: float, role: str) -> Exception:
+    text = str(error)
+    if _TIMED_OUT in text:
+        states = ", ".join(f"{pid} ({_state(pid)})" for pid in workers)
+        dump_stacks(workers)
+        return LoaderStalled(
+            f"no {role} batch for {timeout_s:g} s; workers {states}; stacks of all processes are on stderr",
+            fix="see where they stand; raise timeout_s if they were only slow, or use 0 workers",
+        )
+    if "exited unexpectedly" in text or "is killed by signal" in text:
+        fix = "see its message above; if memory ran out, use fewer workers; a script needs a __main__ guard"
+        return DataError(f"a worker of the {role} loader ended: {text.splitlines()[0]}", fix=fix)
+    return error
+
+
+def dump_stacks(workers: Sequence[int]) -> None:
+    """Write the stacks of this process and of ``workers`` to stderr; a worker that cannot show them is named."""
+    out = sys.__stderr__
+    if out is None:
+        return
+    out.write(f"stacks of process {os.getpid()}, the parent:\n")
+    out.flush()
+    faulthandler.dump_traceback(file=out, all_threads=True)
+    for pid in workers:
+        if _shows_stacks(pid):
+            os.kill(pid, _DUMP_SIGNAL)  # it writes its own, to the same stderr
+        else:
+            out.write(f"worker {pid} has not begun, or has ended: {_state(pid)}\n")
+    out.flush()
+
+
+def _shows_stacks(pid: int) -> bool:
+    """Whether the worker catches the signal; before it has begun the signal would end it."""
+    caught = _status(pid).get("SigCgt", "0")
+    return bool(int(caught, 16) >> (_DUMP_SIGNAL - 1) & 1)
+
+
+def _state(pid: int) -> str:
+    return _status(pid).get("State", "gone")
+
+
+def _status(pid: int) -> dict[str, str]:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return {}
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
