@@ -179,7 +179,7 @@ class ProcessGroup:
             with suppress(Exception):  # the store may be gone with the process that held it
                 self._store.set(f"failed/{self.world.rank}", _first_line(error))
         self.leave()
-        if self.world.rank == 0 and os.environ.get(_AGENT_STORE) != str(True):
+        if _is_own(error) and self.world.rank == 0 and os.environ.get(_AGENT_STORE) != str(True):
             others = [f"heard/{rank}" for rank in range(1, self.world.size)]
             with suppress(Exception):  # the store ends with this process: give the others time to read
                 self._store.wait(others, timedelta(seconds=_LAST_WORDS_S))

@@ -126,11 +126,23 @@ def test_a_killed_process_ends_the_others_and_is_named(server: ForkServer, recip
     children = start(server, recipe, "run", 2, "train.steps=100000")
     wait_for_step(children[0], recipe.parent / "run", 5)
     children[1].send(signal.SIGKILL)
-    assert children[0].ended_within(5), children[0].output
+    assert children[0].ended_within(2), children[0].output
     assert end(children) == [1, -signal.SIGKILL]
     assert f"rank 1 (process {children[1].pid} on {socket.gethostname()}) is gone" in " ".join(
         children[0].output.split()
     )
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_ends_the_others_after_the_stall_timeout(server: ForkServer, recipe: Path) -> None:
+    children = start(server, recipe, "run", 2, "train.steps=100000", "pipeline.stall_timeout_s=2")
+    wait_for_step(children[0], recipe.parent / "run", 5)
+    children[1].send(signal.SIGSTOP)
+    assert children[0].ended_within(6), children[0].output
+    children[1].send(signal.SIGKILL)
+    assert end(children) == [1, -signal.SIGKILL]
+    text = " ".join(children[0].output.split())
+    assert "drafter-0 has waited" in text or "rank 1" in text, text
 
 
 @pytest.mark.slow
