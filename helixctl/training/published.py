@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,11 @@ _SIZES = (
     "rope_theta",
     "rms_norm_eps",
     "taps",
+    "embedding_scale",
 )
-_TARGETS = ("hidden_size", "vocab_size", "embedding_scale")
+_TARGETS = ("hidden_size", "vocab_size")
 _FREE_AT_START = ("block_size", "mask_token_id")
 """What training may change; a drafter that is only measured keeps it."""
-_RECIPE_NAMES = {"taps": "target_layer_ids"}
 
 
 def open_for(plan: Plan, folder: Path, *, starts: bool) -> PublishedDrafter:
@@ -55,7 +56,7 @@ def open_for(plan: Plan, folder: Path, *, starts: bool) -> PublishedDrafter:
     wrong = [name for name in (*_TARGETS, *checked) if not _same(theirs[name], ours[name])]
     if wrong:
         listed = "; ".join(f"{name} is {theirs[name]}, the recipe's {ours[name]}" for name in wrong)
-        raise CheckpointError(f"{folder} is another drafter: {listed}", fix=_fix(theirs, wrong))
+        raise CheckpointError(f"{folder} is another drafter: {listed}", fix=_fix(found, wrong))
     return found
 
 
@@ -75,11 +76,10 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _fix(theirs: dict[str, Any], wrong: list[str]) -> str:
+def _fix(found: PublishedDrafter, wrong: list[str]) -> str:
     if set(wrong) & set(_TARGETS):
         return "name the target that it was trained for"
-    values = {_RECIPE_NAMES.get(name, name): theirs[name] for name in wrong}
-    return " ".join(
-        f"--set drafter.{name}={list(value) if isinstance(value, tuple) else value}".replace(", ", ",")
-        for name, value in values.items()
-    )
+    part = load_plugin(DRAFTERS, found.algorithm, "published")
+    options = part.options_of(found.describe()).model_dump(mode="json")
+    names = [part.OPTION_OF.get(name, name) for name in wrong]
+    return " ".join(f"--set drafter.{name}={json.dumps(options[name], separators=(',', ':'))}" for name in names)

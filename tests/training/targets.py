@@ -35,6 +35,8 @@ class Case:
     """What a drafter for it must get right."""
     build: Callable[..., Any]
     """Gets sizes and token ids of the tokenizer."""
+    overrides: tuple[str, ...] = ()
+    """What to `--set`."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,12 @@ CASES = (
     Case("Mistral", "sliding windows in every layer", tiny.tiny_mistral),
     Case("Gemma 2", "scaled embeddings, capped scores and logits", tiny.tiny_gemma2),
     Case("Gemma 3", "scaled embeddings, sliding and full layers, tied", tiny.tiny_gemma3),
+    Case(
+        "Gemma 3, `drafter.scale_embeddings: false`",
+        "the drafter gets raw embeddings",
+        tiny.tiny_gemma3,
+        ("drafter.scale_embeddings=false",),
+    ),
     Case("Gemma 3, multimodal", "weights under a language-model prefix", multimodal),
     Case("Phi-3", "fused projections", tiny.tiny_phi3),
     Case("GLM-4", "partial rotary positions", of("Glm4Config", partial_rotary_factor=0.5)),
@@ -122,7 +130,7 @@ def make_target_world(case: Case, folder: Path) -> Plan:
     recipe = folder / "recipe.yaml"
     recipe.write_text(RECIPE.replace("steps: 4", f"steps: {STEPS}").replace("every_steps: 2", f"every_steps: {STEPS}"))
     prepare(load_recipe(recipe))
-    return make_world_plan(recipe)
+    return make_world_plan(recipe, *case.overrides)
 
 
 def try_target(case: Case, folder: Path) -> Outcome:

@@ -106,5 +106,6 @@ def test_a_drafter_for_another_target_is_refused(trained: TrainedWorld, export: 
     facts = trained.plan().target
     other = convert(export, tmp_path / "other", "zlab", facts=facts).dir
     edit_config(other, dflash_config__input_embedding_scale=8.0)
-    with pytest.raises(CheckpointError, match=r"embedding_scale is 8\.0"):
+    with pytest.raises(CheckpointError, match=r"embedding_scale is 8\.0") as caught:
         run_validation(trained.plan(), checkpoint=other)
+    assert caught.value.fix == "--set drafter.scale_embeddings=true"

@@ -206,9 +206,9 @@ def _target(seen: Seen) -> Iterator[Finding]:
 
 def _scale(seen: Seen) -> Iterator[Finding]:
     """Gemma-like targets: the drafter's inputs and logits are the target's, scaled and capped."""
-    if seen.target and seen.value("input_embedding_scale") is None and seen.embedding_scale != 1.0:
-        message = f"the target scales its embeddings by {seen.embedding_scale:.4g} and input_embedding_scale is missing"
-        yield Finding("warning", message, (ZLAB,), "right only for a drafter trained on raw embeddings")
+    if seen.target and seen.embedding_scale == 1.0 != seen.target.embedding_scale:
+        message = f"the target scales its embeddings by {seen.target.embedding_scale:.4g}, the drafter gets raw ones"
+        yield Finding("warning", message, fix="right for a drafter that was trained on raw embeddings only")
     elif seen.embedding_scale != 1.0:
         message = f"input_embedding_scale {seen.embedding_scale:.4g} is not read: the drafter gets raw embeddings"
         yield Finding("error", message, (VLLM, SPECULATORS, SPECFORGE))

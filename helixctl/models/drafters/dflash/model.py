@@ -128,8 +128,10 @@ class DFlashDraftModel(nn.Module):
         return _normed(self.hidden_norm, total, dtype)
 
     def embed(self, ids: Tensor, shared: SharedWeights) -> Tensor:
-        """Scaled embeddings [..., H] in the compute type."""
-        return shared.embed(ids).to(compute_dtype(self.fc.weight))
+        """Embeddings [..., H] in the compute type, scaled unless the options want them raw."""
+        scaled = self.options.scale_embeddings
+        rows = shared.embed(ids) if scaled else F.embedding(ids, shared.embedding)
+        return rows.to(compute_dtype(self.fc.weight))
 
     def rotary(self, positions: Tensor) -> Rotary:
         """Tables for ``positions``."""

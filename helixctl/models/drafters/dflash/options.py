@@ -51,6 +51,9 @@ class Options(DrafterOptions):
     """Rotary base; null: the target's. Scaling of the target's rotary positions is never inherited."""
     rms_norm_eps: PositiveFloat | None = None
     """Epsilon of every norm; null: the target's."""
+    scale_embeddings: bool = True
+    """Feed the drafter embeddings scaled as the target scales its own (Gemma, Granite). false: raw ones, which is what
+    vLLM, speculators and SpecForge feed it."""
     loss: Loss = Loss()
     """What a block is trained on."""
     attention: Literal["auto", "flex", "groups", "dense"] = "auto"

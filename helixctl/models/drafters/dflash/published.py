@@ -50,6 +50,10 @@ class Published:
     target_architectures: tuple[str, ...] = ()
 
 
+OPTION_OF = {"taps": "target_layer_ids", "embedding_scale": "scale_embeddings"}
+"""Options that are called otherwise than the field that they decide."""
+
+
 def describe(options: Options, facts: TargetFacts, taps: Sequence[int], target: str | None) -> Published:
     """The drafter that ``options`` make for a target.
 
@@ -72,7 +76,7 @@ def describe(options: Options, facts: TargetFacts, taps: Sequence[int], target: 
         taps=tuple(taps),
         num_target_layers=facts.num_layers,
         max_positions=served_positions(facts),
-        embedding_scale=facts.embedding_scale,
+        embedding_scale=facts.embedding_scale if options.scale_embeddings else 1.0,
         logit_softcap=facts.logit_softcap,
         bos_token_id=next(iter(facts.bos_token_ids), None),
         eos_token_id=next(iter(facts.eos_token_ids), None),
@@ -95,6 +99,7 @@ def options_of(drafter: Published) -> Options:
         intermediate_size=drafter.intermediate_size,
         rope_theta=drafter.rope_theta,
         rms_norm_eps=drafter.rms_norm_eps,
+        scale_embeddings=drafter.embedding_scale != 1.0,
     )
 
 

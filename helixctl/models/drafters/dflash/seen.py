@@ -56,5 +56,4 @@ class Seen:
     @property
     def embedding_scale(self) -> float:
         """What the drafter's inputs are multiplied by."""
-        written = float(self.value("input_embedding_scale") or 1.0)
-        return self.target.embedding_scale if self.target and written == 1.0 else written
+        return float(self.value("input_embedding_scale") or 1.0)

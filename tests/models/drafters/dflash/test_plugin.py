@@ -11,9 +11,10 @@ from pydantic import ValidationError
 
 from helixctl.errors import CheckpointError, ModelError
 from helixctl.models.drafters.dflash import plugin
-from helixctl.models.drafters.dflash.formats import zlab
+from helixctl.models.drafters.dflash.formats import speculators, zlab
 from helixctl.models.drafters.dflash.options import activation_bytes, make_shape, num_taps_of, parameter_count
 from helixctl.models.drafters.dflash.published import describe
+from helixctl.models.shared import SharedWeights
 from tests.models.drafters.dflash.builders import FACTS, MASK, TAPS, make_model, make_options
 
 # What z-lab's loader, vLLM and SGLang read (dflash-spec 4.1).
@@ -172,3 +173,18 @@ def test_impossible_options_are_refused(values):
 def test_sizes_that_do_not_fit_the_target_are_refused(values, changes):
     with pytest.raises(ModelError):
         make_shape(make_options(**values), dataclasses.replace(FACTS, **changes))
+
+
+def test_raw_embeddings_are_fed_and_exported_as_such():
+    facts = dataclasses.replace(FACTS, embedding_scale=5.5)
+    options = make_options(scale_embeddings=False)
+    model = plugin.build(options, facts, TAPS, 0)
+    shared = SharedWeights(torch.randn(FACTS.vocab_size, 32), torch.randn(4, 32), None, 5.5, None, torch.nn.Identity())
+    ids = torch.tensor([3, 1])
+    assert torch.equal(model.embed(ids, shared), shared.embedding[ids])
+    scaled = plugin.build(make_options(), facts, TAPS, 0)
+    assert torch.allclose(scaled.embed(ids, shared), shared.embedding[ids] * 5.5)
+    published = describe(options, facts, TAPS, "org/gemma")
+    assert published.embedding_scale == 1.0
+    assert "input_embedding_scale" not in zlab.write(published)["dflash_config"]
+    assert speculators.write(published)["mask_token_id"] == MASK
