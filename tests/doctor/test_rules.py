@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from helixctl.doctor.catalog import all_rules, sections_of
+from helixctl.doctor.finding import Finding
 from helixctl.doctor.scan import FileTask, ScanOptions, scan_content
 from helixctl.doctor.source import RuleOptions
 
@@ -20,7 +21,7 @@ IN_PACKAGE = {"HX003", "HX020", "HX021"}
 """Rules whose level or silence depends on the file being part of a package."""
 
 
-def scan(text: str, *, code: str = "", path: str = "train.py", options: RuleOptions = OPTIONS) -> list:
+def scan(text: str, *, code: str = "", path: str = "train.py", options: RuleOptions = OPTIONS) -> list[Finding]:
     codes = tuple(rule.code for rule in all_rules())
     module = ("package", "train") if code in IN_PACKAGE else ("train",)
     return scan_content(text.encode(), FileTask(path, module), ScanOptions(codes, options))
