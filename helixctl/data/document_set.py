@@ -14,9 +14,18 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from helixctl.data.store import SplitName, Store
-from helixctl.data.streaming import Shard
 from helixctl.data.token_batch import TokenBatch, make_token_batch
-from helixctl.data.windows import SHORT, TAIL, Piece, Window, WindowOptions, count_windows, document_window, with_end
+from helixctl.data.windows import (
+    SHORT,
+    TAIL,
+    Piece,
+    Shard,
+    Window,
+    WindowOptions,
+    count_windows,
+    document_window,
+    with_end,
+)
 from helixctl.errors import DataError
 
 _DOCUMENTS_KEY = 13

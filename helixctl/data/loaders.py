@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import multiprocessing.util
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -22,11 +23,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from helixctl.data.document_set import BatchOrder, Documents, WindowDataset
-from helixctl.data.streaming import ALONE, Shard, Stream, StreamDataset
+from helixctl.data.streaming import Stream, StreamDataset
 from helixctl.data.token_batch import Place, TokenBatch
-from helixctl.data.windows import WindowOptions
+from helixctl.data.windows import ALONE, Shard, WindowOptions
 from helixctl.data.worker_pickle import check_picklable
-from helixctl.data.worker_process import WorkerStart, watch
+from helixctl.data.worker_process import WorkerStart, as_it_is, watch
 from helixctl.errors import DataError, UsageError
 
 Role = Literal["train", "validation"]
@@ -88,6 +89,9 @@ def build_loader(
             generator=generator,
         )
     _check_start(dataset, num_workers, start)
+    # Workers use this process's folder for their sockets, which is removed at its end; a worker that is ended in the
+    # middle of an epoch would leave its own behind.
+    multiprocessing.util.get_temp_dir()
     context = multiprocessing.get_context(workers.start_method)
     if workers.start_method == "forkserver":
         context.set_forkserver_preload(_preloaded(dataset))
@@ -107,11 +111,6 @@ def build_loader(
     )
 
 
-def as_it_is(batch: Any) -> Any:
-    """The collate function: batches are complete when they leave the dataset."""
-    return batch
-
-
 def _check_start(dataset: Dataset[Any], num_workers: int, start: WorkerStart) -> None:
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         text = "worker processes are being started while a worker imports this script"
@@ -127,7 +126,8 @@ def _check_start(dataset: Dataset[Any], num_workers: int, start: WorkerStart) ->
 def _preloaded(dataset: Dataset[Any]) -> list[str]:
     """What the server imports once, for all workers; a module that cannot be imported there is imported later."""
     own = type(dataset).__module__
-    return ["torch", __name__, *([own] if own != "__main__" else [])]
+    more = getattr(dataset, "worker_modules", ())
+    return ["torch", WorkerStart.__module__, *([own] if own != "__main__" else []), *more]
 
 
 class DocumentLoader:

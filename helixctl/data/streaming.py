@@ -26,7 +26,7 @@ from helixctl.data.documents import DocumentMaker, DocumentOptions, number_of_co
 from helixctl.data.files import SourceReader
 from helixctl.data.records import Bad, Piece
 from helixctl.data.token_batch import Place, TokenBatch, make_token_batch
-from helixctl.data.windows import Numbered, Window, WindowOptions, pack_stream, with_end
+from helixctl.data.windows import ALONE, Numbered, Shard, Window, WindowOptions, pack_stream, with_end
 from helixctl.plugins import FORMATS, load_plugin
 from helixctl.recipe.schema import SourceOptions
 
@@ -50,17 +50,6 @@ class Stream:
     """Epoch after epoch in one iteration: for several ranks, whose shares need not have equally many batches."""
 
 
-@dataclass(frozen=True)
-class Shard:
-    """This process among those that train together."""
-
-    rank: int = 0
-    world_size: int = 1
-
-
-ALONE = Shard()
-
-
 class _Raw(NamedTuple):
     """A document before parsing."""
 
@@ -70,6 +59,9 @@ class _Raw(NamedTuple):
 
 class StreamDataset(IterableDataset[TokenBatch]):
     """Yields whole batches. Every ``iter()`` goes through one epoch, the next one each time, also in a worker."""
+
+    worker_modules = ("helixctl.models.tokenizer",)
+    """What workers need beside the module of this class; a server imports it once."""
 
     def __init__(self, stream: Stream, options: WindowOptions, shard: Shard = ALONE) -> None:
         self._stream = stream

@@ -73,6 +73,17 @@ class WindowOptions:
         return self.stride or self.seq_len
 
 
+@dataclass(frozen=True)
+class Shard:
+    """This process among those that train together."""
+
+    rank: int = 0
+    world_size: int = 1
+
+
+ALONE = Shard()
+
+
 class Piece(NamedTuple):
     """Part of one document, in one window."""
 

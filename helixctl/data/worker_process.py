@@ -1,4 +1,7 @@
-"""Worker processes of loaders, seen from both sides: how one begins, and what is said when a batch does not come."""
+"""Worker processes of loaders, seen from both sides: how one begins, and what is said when a batch does not come.
+
+Imported by every worker, so it stays light: a spawned worker of a document loader never imports transformers.
+"""
 
 from __future__ import annotations
 
@@ -44,6 +47,11 @@ class WorkerStart:
         random.seed(for_python)
         np.random.seed(for_numpy)
         torch.manual_seed(for_torch)
+
+
+def as_it_is(batch: Any) -> Any:
+    """The collate function: batches are complete when they leave the dataset."""
+    return batch
 
 
 def worker_seeds(seed_key: Sequence[int], worker: int) -> tuple[int, int, int]:

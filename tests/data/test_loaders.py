@@ -27,9 +27,8 @@ from helixctl.data.loaders import (
     create_document_loader,
     create_streaming_loader,
 )
-from helixctl.data.streaming import Shard
 from helixctl.data.token_batch import TokenBatch
-from helixctl.data.windows import KEPT, TAIL, WindowOptions
+from helixctl.data.windows import KEPT, TAIL, Shard, WindowOptions
 from helixctl.data.worker_process import WorkerStart, watch, worker_seeds
 from helixctl.errors import DataError, UsageError
 from tests.conftest import ROOT
@@ -318,11 +317,11 @@ list(watch(build_loader(Locked(), "train", WorkerOptions(num_workers=1), WorkerS
     assert "bootstrapping phase" not in done.stderr
 
 
-def run_script(program: str) -> subprocess.CompletedProcess[str]:
+def run_script(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
     folder = Path(os.environ["PYTEST_TMP"])
     script = folder / "script.py"
     script.write_text(program, encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     return subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=200)
 
 
@@ -340,6 +339,37 @@ def test_interrupt_is_the_parents_business(tmp_path: Path) -> None:
         assert process.pid is not None
         os.kill(process.pid, signal.SIGINT)
     assert len(list(batches)) == len(loader) - 1
+
+
+def test_workers_of_stored_documents_do_not_import_transformers() -> None:
+    """It would cost every spawned worker another second."""
+    program = (
+        "import sys, helixctl.data.document_set, helixctl.data.worker_process\nprint('transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "False", done.stderr
+
+
+@pytest.mark.slow
+def test_program_ends_cleanly_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    """No shards to clean up, so no clean-up that can fail after training."""
+    program = """
+from helixctl.data.loaders import *
+from helixctl.data.document_set import *
+if __name__ == "__main__":
+    for method in ("spawn", "forkserver"):
+        workers = WorkerOptions(num_workers=1, start_method=method)
+        options = WindowOptions(seq_len=8, rows=2, eos_id=1)
+        loader = create_document_loader(ListedDocuments([[5] * 9] * 9), options, workers=workers)
+        print(len(list(loader)), len(list(loader)))
+    held = iter(loader)
+    next(held)
+"""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    done = run_script(program, TMPDIR=str(temporary))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "6 6\n6 6\n", "")
+    assert list(temporary.iterdir()) == []
 
 
 def test_modules_of_loaders_do_nothing_when_a_worker_imports_them(tmp_path: Path) -> None:

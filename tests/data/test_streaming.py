@@ -18,9 +18,9 @@ from helixctl.data.documents import DocumentMaker
 from helixctl.data.files import SourceReader
 from helixctl.data.loaders import StreamLoader, WorkerOptions, create_streaming_loader
 from helixctl.data.records import Piece
-from helixctl.data.streaming import Shard, Stream, StreamDataset
+from helixctl.data.streaming import Stream, StreamDataset
 from helixctl.data.token_batch import TokenBatch
-from helixctl.data.windows import KEPT, SHORT, TAIL, WindowOptions
+from helixctl.data.windows import KEPT, SHORT, TAIL, Shard, WindowOptions
 from helixctl.errors import DataError
 from helixctl.models.tokenizer import HelixTokenizer
 from helixctl.recipe.schema import SourceOptions
