@@ -24,7 +24,9 @@ def leave_out_bad(slot: SlotBatch) -> None:
     real = slot.document_ids >= 0
     bad = torch.zeros_like(real)
     for feature in _features(slot):
-        bad |= ~feature.sum(-1, dtype=torch.float32).isfinite()  # a sum is finite where all its terms are
+        # A sum is finite where its terms are. float16 could overflow; bfloat16 cannot, and a cast costs a copy.
+        wide = torch.float32 if feature.dtype == torch.float16 else None
+        bad |= ~feature.sum(-1, dtype=wide).isfinite()
     counts = torch.zeros_like(ids).scatter_add_(1, ids, (bad & real).long())  # bad tokens by document
     slot.bad = (counts.gather(1, ids) > 0) & real
     if slot.bad.is_cpu and not slot.bad.any():
