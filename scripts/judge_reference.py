@@ -36,6 +36,7 @@ PROMPTS = Path("recipes/prompts/quickstart.jsonl")
 NUM_ANCHORS = 4
 TINY_TAPS = (0, 1, 2)
 """Not the last layer: z-lab's loop reads its state after the final norm, helixctl before it."""
+TINY_TARGETS = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "phi3")
 TINY_STEPS = 400
 
 
@@ -57,6 +58,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("work", type=Path)
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--tiny-target", choices=TINY_TARGETS, default="llama")
+    parser.add_argument("--raw-embeddings", action="store_true")
     parser.add_argument("--export", type=Path, default=Path("demo/export"))
     parser.add_argument("--target", type=Path, default=Path("demo/target"))
     parser.add_argument("--prompts", type=Path, default=PROMPTS)
@@ -65,7 +68,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(0)
     if arguments.tiny:
-        make_tiny(arguments.work)
+        make_tiny(arguments.work, arguments.tiny_target, scale_embeddings=not arguments.raw_embeddings)
         prompts = tiny_prompts(arguments.num_prompts, seed=1)
         case = load_case(arguments.work / "target", arguments.work / "export", prompts, arguments.max_new_tokens)
     else:
@@ -124,11 +127,13 @@ def write_reference(case: Case, work: Path) -> None:
         for prompt, one, alone in zip(case.prompts, drafted, plain, strict=True)
     ]
     target = str(case.target_dir.resolve())
-    speculators = convert(case.export_dir, work / "speculators", "speculators", target=target, facts=case.target.facts)
+    said = open_published(case.export_dir).describe()
+    if said.embedding_scale == 1.0 and said.logit_softcap is None:  # the speculators format can say it
+        convert(case.export_dir, work / "speculators", "speculators", target=target, facts=case.target.facts)
     reference = {
         "target": target,
         "export": str(case.export_dir.resolve()),
-        "speculators_export": str(speculators.dir),
+        "speculators_export": str(work / "speculators"),
         "max_new_tokens": case.max_new_tokens,
         "stop_ids": stop_ids,
         "answers": answers,
@@ -185,14 +190,21 @@ def tiny_prompts(count: int, seed: int) -> list[list[int]]:
     return [torch.randint(8, 128, (6 + 3 * i,), generator=generator).tolist() for i in range(count)]
 
 
-def make_tiny(work: Path) -> None:
+def make_tiny(work: Path, kind: str, *, scale_embeddings: bool) -> None:
     """A random target, and a drafter trained on its answers for seconds, so that some drafts are accepted."""
-    from tests.tiny import save_tiny, tiny_llama
+    from tests import tiny
 
-    save_tiny(tiny_llama(initializer_range=0.15), work / "target")
+    tiny.save_tiny(getattr(tiny, f"tiny_{kind}")(initializer_range=0.15), work / "target")
     target = load_target(work / "target", TINY_TAPS)
     facts = read_target_facts(TargetOptions(model=str(work / "target")))
-    options = Options(num_layers=2, target_layer_ids=TINY_TAPS, block_size=6, mask_token_id=5, rope_theta=5000.0)
+    options = Options(
+        num_layers=2,
+        target_layer_ids=TINY_TAPS,
+        block_size=6,
+        mask_token_id=5,
+        rope_theta=5000.0,
+        scale_embeddings=scale_embeddings,
+    )
     drafter = train_tiny(target, options, facts)
     export_drafter(drafter, ExportSource(options, facts, TINY_TAPS, "target"), work / "export")
 

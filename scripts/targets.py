@@ -25,9 +25,9 @@ says that the mechanics are right, not how much a drafter gains. Real models tha
 
 "read by" means that the engine finds every key and computes what the drafter learned, as far as its source says.
 z-lab's code, speculators and SpecForge were run on exports ([interop.md](interop.md)); vLLM and SGLang were read, not
-run. Targets with scaled embeddings need a look: z-lab's own code alone has a key for the scale, and SGLang computes the
-same only where the target's embedding module scales by itself. `drafter.scale_embeddings: false` trains on raw ones,
-which all but SGLang surely feed it.
+run. Targets with scaled embeddings need a look: z-lab's own code alone has a key for the scale. SpecForge calls the
+target's embedding module, which scales by itself in Gemma and not in Granite, and SGLang may do so; vLLM and
+speculators take raw rows, for which `drafter.scale_embeddings: false` trains.
 
 """
 

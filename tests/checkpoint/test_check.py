@@ -139,6 +139,8 @@ def test_gemma_like_targets_say_who_can_serve_them(tmp_path: Path) -> None:
     facts: dict[str, Any] = {"embedding_scale": 5.5, "logit_softcap": 30.0}
     result = check_published(export_to(tmp_path / "out", **facts), make_facts(**facts))
     assert reads(result) == {ZLAB, SGLANG}
+    gemma = check_published(tmp_path / "out", make_facts(model_type="gemma3_text", **facts))
+    assert reads(gemma) == {ZLAB, SGLANG, SPECFORGE}
     assert result.sound
 
 

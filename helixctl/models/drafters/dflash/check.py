@@ -206,14 +206,21 @@ def _target(seen: Seen) -> Iterator[Finding]:
 
 def _scale(seen: Seen) -> Iterator[Finding]:
     """Gemma-like targets: the drafter's inputs and logits are the target's, scaled and capped."""
+    known = seen.target is not None
+    itself = seen.target is not None and seen.target.model_type.startswith("gemma")
+    # The target's embedding module multiplies: transformers' does for Gemma, and not for Granite.
     if seen.target and seen.embedding_scale == 1.0 != seen.target.embedding_scale:
         message = f"the target scales its embeddings by {seen.target.embedding_scale:.4g}, the drafter gets raw ones"
         yield Finding("warning", message, fix="right for a drafter that was trained on raw embeddings only")
+        if itself:
+            yield Finding("error", "it calls the target's embedding module, which scales by itself", (SPECFORGE,))
+            yield Finding("warning", "wrong if the target's embedding module scales by itself", (SGLANG,))
     elif seen.embedding_scale != 1.0:
         message = f"input_embedding_scale {seen.embedding_scale:.4g} is not read: the drafter gets raw embeddings"
-        yield Finding("error", message, (VLLM, SPECULATORS, SPECFORGE))
+        raw = (VLLM, SPECULATORS, SPECFORGE) if known and not itself else (VLLM, SPECULATORS)
+        yield Finding("error", message, raw, "train with drafter.scale_embeddings: false")
         message = "input_embedding_scale is not read; right only if the target's embedding module scales by itself"
-        yield Finding("warning", message, (SGLANG,))
+        yield Finding("warning", message, (SGLANG,) if known else (SGLANG, SPECFORGE))
     if seen.value("final_logit_softcapping"):
         message = "final_logit_softcapping is not read: greedy drafts are the same, sampled ones sharper"
         yield Finding("warning", message, (VLLM, SPECULATORS, SPECFORGE))
