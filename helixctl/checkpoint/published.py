@@ -96,7 +96,10 @@ def open_published(folder: Path) -> PublishedDrafter:
                 return PublishedDrafter(folder, algorithm, name, config, read_headers(folder))
     kind = config.get("speculators_model_type") or config.get("architectures") or config.get("model_type")
     known = ", ".join(f"{algorithm} ({', '.join(formats_of(algorithm))})" for algorithm in plugin_names(DRAFTERS))
-    raise CheckpointError(f"{folder} is no drafter that helixctl knows: its config says {kind}", fix=f"known: {known}")
+    raise CheckpointError(
+        f"{folder} is neither a checkpoint of a run nor a drafter that helixctl knows: its config says {kind}",
+        fix=f"name a folder like checkpoints/step-00000100, or a drafter of {known}",
+    )
 
 
 def _package(algorithm: str) -> str:
