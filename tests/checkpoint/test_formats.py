@@ -172,7 +172,7 @@ def test_a_folder_says_what_it_is(tmp_path: Path) -> None:
         assert found.describe().taps == TAPS
         assert is_published(tmp_path / name)
     edit_config(tmp_path / "zlab", dflash_config=None)
-    with pytest.raises(CheckpointError, match="no drafter that helixctl knows"):
+    with pytest.raises(CheckpointError, match="nor a drafter that helixctl knows"):
         open_published(tmp_path / "zlab")
 
 
