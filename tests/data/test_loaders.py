@@ -356,7 +356,9 @@ def test_program_ends_cleanly_and_leaves_nothing_behind(tmp_path: Path) -> None:
     program = """
 from helixctl.data.loaders import *
 from helixctl.data.document_set import *
+import faulthandler
 if __name__ == "__main__":
+    faulthandler.dump_traceback_later(150, exit=True)  # a hang shows where
     for method in ("spawn", "forkserver"):
         workers = WorkerOptions(num_workers=1, start_method=method)
         options = WindowOptions(seq_len=8, rows=2, eos_id=1)
