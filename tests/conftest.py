@@ -26,7 +26,9 @@ settings.load_profile("helixctl")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a test marked `gpu` where there is no GPU; torch is imported for those tests only."""
+    """Skip `gpu` tests where there is no GPU (torch is imported for those only), and `quiet` ones unless asked for."""
+    if item.get_closest_marker("quiet") is not None and not os.environ.get("HELIXCTL_QUIET_MACHINE"):
+        pytest.skip("needs a machine with nothing else on it: set HELIXCTL_QUIET_MACHINE=1")
     if item.get_closest_marker("gpu") is None:
         return
     import torch

@@ -350,6 +350,7 @@ def test_workers_of_stored_documents_do_not_import_transformers() -> None:
     assert done.stdout.strip() == "False", done.stderr
 
 
+@pytest.mark.quiet  # hung before its first line twice in about 40 runs beside a busy test suite; cause not found
 @pytest.mark.slow
 def test_program_ends_cleanly_and_leaves_nothing_behind(tmp_path: Path) -> None:
     """No shards to clean up, so no clean-up that can fail after training."""

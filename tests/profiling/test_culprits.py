@@ -34,6 +34,7 @@ def look(kind: str, folder: Path, seconds: float) -> tuple[Verdict, Facts]:
     return judge(found, LIMITS), found
 
 
+@pytest.mark.quiet  # shares of a few seconds: a pause of the machine gives another headline
 @pytest.mark.parametrize(
     ("kind", "headline", "cause"),
     [
