@@ -49,7 +49,7 @@ class GroupAttention:
 
     def __call__(self, query: Tensor, context: KeyValue, block: KeyValue) -> Tensor:
         """``query`` [N, heads, D] to [N, heads, D]."""
-        out: Tensor = _Attend.apply(query, *context, *block, self.groups)  # type: ignore[no-untyped-call]
+        out: Tensor = _Attend.apply(query, *context, *block, self.groups)  # type: ignore[no-untyped-call]  # torch
         return out
 
 
