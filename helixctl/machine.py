@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from helixctl import cgroups
 from helixctl.errors import UsageError
 
 _WORLD_DEFAULTS = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
@@ -97,11 +98,8 @@ def _read(path: Path) -> str:
 
 def _num_cpus(root: Path) -> int:
     """Cores in the affinity mask, or the container's share where that is smaller."""
-    usable = len(os.sched_getaffinity(0))
-    quota, _, period = _read(root / "sys/fs/cgroup/cpu.max").strip().partition(" ")
-    if quota.isdecimal() and period.isdecimal():
-        usable = min(usable, max(1, math.ceil(int(quota) / int(period))))
-    return usable
+    usable, quota = len(os.sched_getaffinity(0)), cgroups.cpu_quota(root)
+    return usable if quota is None else min(usable, max(1, math.ceil(quota)))
 
 
 def _total_memory_bytes(root: Path) -> int:
@@ -109,8 +107,8 @@ def _total_memory_bytes(root: Path) -> int:
     for line in _read(root / "proc/meminfo").splitlines():
         if line.startswith("MemTotal:"):
             total = int(line.split()[1]) * 1024
-    limit = _read(root / "sys/fs/cgroup/memory.max").strip()
-    return min(total, int(limit)) if limit.isdecimal() else total
+    limit = cgroups.memory_limit_bytes(root)
+    return total if limit is None else min(total, limit)
 
 
 def _has_bf16(root: Path) -> bool:

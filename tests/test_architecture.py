@@ -30,6 +30,7 @@ LIGHT = (
     "errors.py",
     "plugins.py",
     "plan.py",
+    "cgroups.py",
     "machine.py",
     "memory.py",
     "recipe/*.py",

@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from helixctl import cgroups
 from helixctl.doctor.environment_nvml import NvmlFacts, NvmlProblem, read_nvml
 
 _CHILD = Path(__file__).with_name("environment_child.py")
@@ -23,8 +24,6 @@ _TORCH_TIMEOUT_S = 120.0
 """A cold import from a network disk takes a minute."""
 _CUDA_TIMEOUT_S = 180.0
 """Eight contexts, one after the other."""
-_UNIFIED = ("sys/fs/cgroup", "sys/fs/cgroup/unified")
-"""Where version 2 of control groups is mounted, alone and beside version 1."""
 UNLIMITED = 1 << 62
 
 
@@ -94,8 +93,7 @@ class Host:
     @cached_property
     def cpu_quota(self) -> float | None:
         """Cores' worth of time that control groups give, the smallest of all levels; None without a limit."""
-        found = [quota for group in self._groups() if (quota := self._quota(group)) is not None]
-        return min(found) if found else None
+        return cgroups.cpu_quota(self.root)
 
     @cached_property
     def torch(self) -> dict[str, Any]:
@@ -134,24 +132,3 @@ class Host:
             last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
             return {"error": f"the process ended with {done.returncode}: {last}"}
         return found
-
-    def _groups(self) -> list[Path]:
-        """Folders of this process's control groups for CPU time and of all above them, versions 1 and 2."""
-        found = [self.root / mount for mount in _UNIFIED]
-        for line in self.read("proc/self/cgroup").splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers and "cpu" not in controllers.split(","):
-                continue
-            names = (f"sys/fs/cgroup/{controllers}", "sys/fs/cgroup/cpu") if controllers else _UNIFIED
-            parts = [part for part in path.split("/") if part not in ("", "..")]
-            # Inside a container the path may be the host's, and the limit stands in the mount itself.
-            found += [self.root.joinpath(name, *parts[:end]) for name in names for end in range(len(parts) + 1)]
-        return found
-
-    def _quota(self, group: Path) -> float | None:
-        inside = group.relative_to(self.root).as_posix()
-        quota, _, period = self.read(f"{inside}/cpu.max").partition(" ")
-        if not quota:
-            quota = self.read(f"{inside}/cpu.cfs_quota_us")
-            period = self.read(f"{inside}/cpu.cfs_period_us")
-        return int(quota) / int(period) if quota.isdecimal() and period.isdecimal() and int(period) else None

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from helixctl import cgroups
 from helixctl.doctor.environment_host import UNLIMITED, Host, existing_parent
 from helixctl.doctor.probe import Verdict, fail, ok, warn
 
@@ -44,7 +45,7 @@ def check_threads(host: Host) -> Verdict:
     limit = host.limit("Max processes")
     if limit is not None and limit < THREADS:
         return warn(f"{limit} processes and threads at most (ulimit -u)", "ulimit -u 65536")
-    pids = _pid_limit(host)
+    pids = cgroups.process_limit(host.root)
     if pids is not None and pids < THREADS:
         fix = "docker run --pids-limit=-1; systemd: TasksMax=infinity"
         return warn(f"the container allows {pids} processes and threads", fix)
@@ -124,13 +125,6 @@ def file_system(host: Host, path: Path) -> str:
         if (mount == place or mount in place.parents) and len(mount.parts) >= best:
             best, kind = len(mount.parts), words[2]
     return kind
-
-
-def _pid_limit(host: Host) -> int | None:
-    for path in ("sys/fs/cgroup/pids.max", "sys/fs/cgroup/pids/pids.max"):
-        if (text := host.read(path)).isdecimal():
-            return int(text)
-    return None
 
 
 def _size(num_bytes: int) -> str:

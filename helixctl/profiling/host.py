@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from helixctl import cgroups
+
 
 @dataclass(frozen=True)
 class HostReading:
@@ -45,7 +47,7 @@ def read_host(pid: int, root: Path = Path("/")) -> HostReading:
         busy_ticks=total - idle,
         steal_ticks=ticks[7],
         total_ticks=total,
-        throttled_us=_throttled_us(pid, root),
+        throttled_us=cgroups.throttled_us(root, pid),
     )
 
 
@@ -60,15 +62,6 @@ def host_between(first: HostReading, last: HostReading, seconds: float) -> HostU
         throttled_share=throttled_us / 1e6 / max(seconds, 1e-9),
         load=last.load,
     )
-
-
-def _throttled_us(pid: int, root: Path) -> int | None:
-    for line in _text(root / f"proc/{pid}/cgroup").splitlines():
-        if line.startswith("0::"):
-            stat = _text(root / "sys/fs/cgroup" / line[3:].strip("/") / "cpu.stat")
-            counts = dict(entry.split(maxsplit=1) for entry in stat.splitlines() if " " in entry)
-            return int(counts["throttled_usec"]) if "throttled_usec" in counts else None
-    return None
 
 
 def _text(path: Path) -> str:
