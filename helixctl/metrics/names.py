@@ -18,6 +18,7 @@ TRAIN_GRAD_NORM = "train/grad_norm"
 TRAIN_LEARNING_RATE = "train/learning_rate"
 TRAIN_EPOCH = "train/epoch"
 TRAIN_BAD_STEPS = "train/bad_steps"
+TRAIN_EMPTY_STEPS = "train/empty_steps"
 TRAIN_BAD_DOCUMENTS = "train/bad_documents"
 
 VAL_LOSS = "val/loss"
@@ -43,6 +44,7 @@ MEANINGS: dict[str, str] = {
     TRAIN_LEARNING_RATE: "learning rate of the window's last step",
     TRAIN_EPOCH: "passes over the training documents, with the fraction",
     TRAIN_BAD_STEPS: "steps of the window that were skipped because loss or gradient were not finite",
+    TRAIN_EMPTY_STEPS: "steps of the window that were skipped because nothing in them was supervised",
     TRAIN_BAD_DOCUMENTS: "documents of the window that were left out because their features were not finite",
     VAL_LOSS: "as train/loss, on held-out rows with fixed anchors",
     VAL_ACCEPT_LEN: "accept_len estimated on held-out blocks; chooses the best checkpoint by default",

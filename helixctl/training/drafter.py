@@ -57,7 +57,7 @@ class Observer(Protocol):
         """All stages are ready; training begins."""
 
     def stepped(self, step: int, sums: dict[str, Tensor], outcome: StepOutcome) -> None:
-        """Optimizer step number ``step`` (the first is 1) was taken, or skipped where it was not finite."""
+        """Optimizer step number ``step`` (the first is 1) was taken, or skipped (``outcome.taken``)."""
 
     def validated(self, sums: dict[str, Tensor], model: nn.Module, seconds: float) -> None:
         """One validation pass is complete."""

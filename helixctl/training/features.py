@@ -18,7 +18,8 @@ def leave_out_bad(slot: SlotBatch) -> None:
     """Find documents with a feature that is NaN or infinite, and take them out of loss and context.
 
     Nothing waits for the device: the documents' features become zeros and their anchors invalid, at fixed shapes, and
-    ``slot.bad`` [R, S] says which tokens are theirs.
+    ``slot.bad`` [R, S] says which tokens are theirs. What a target writes at padding means nothing, but products run
+    over it too, and 0 x NaN is NaN in their gradients: there it becomes zero.
     """
     ids = slot.document_ids.clamp_min(0).long()  # [R, S]
     real = slot.document_ids >= 0
@@ -29,10 +30,11 @@ def leave_out_bad(slot: SlotBatch) -> None:
         bad |= ~feature.sum(-1, dtype=wide).isfinite()
     counts = torch.zeros_like(ids).scatter_add_(1, ids, (bad & real).long())  # bad tokens by document
     slot.bad = (counts.gather(1, ids) > 0) & real
-    if slot.bad.is_cpu and not slot.bad.any():
+    cleared = slot.bad | bad
+    if cleared.is_cpu and not cleared.any():
         return
     for feature in _features(slot):
-        feature.masked_fill_(slot.bad[..., None], 0.0)
+        feature.masked_fill_(cleared[..., None], 0.0)
     slot.loss_mask &= ~slot.bad
     slot.anchor_valid &= ~slot.bad.gather(1, slot.anchors)
 

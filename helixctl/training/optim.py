@@ -1,7 +1,8 @@
 """AdamW on float32 masters, the learning-rate schedule, and one optimizer step over summed gradients.
 
 Gradients arrive as sums of weighted losses; the step divides by the summed weights, so accumulation, several
-drafters and several processes take the same step. A step whose gradient norm is not finite changes nothing.
+drafters and several processes take the same step. A step whose gradient norm is not finite, or in which nothing is
+supervised, changes nothing: neither parameters nor Adam's moments and step counts.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class StepOutcome:
     """What one optimizer step did; tensors stay on the device until somebody flushes them."""
 
     grad_norm: Tensor  # scalar float32, of the mean gradient, before clipping
-    finite: Tensor  # scalar bool; False: the step was skipped
+    finite: Tensor  # scalar bool
+    taken: Tensor  # scalar bool; False: the step was skipped, as it was not finite or its denominator was 0
     learning_rate: float
 
 
@@ -66,21 +68,23 @@ def take_step(
 ) -> StepOutcome:
     """Divide the summed gradients by ``denominator``, clip, step, and clear the gradients.
 
-    Never waits for the device: a non-finite norm reaches the fused kernel as its ``found_inf`` flag, which
-    leaves parameters and moments alone.
+    Never waits for the device: that there is nothing to take, or nothing finite, reaches the fused kernel as its
+    ``found_inf`` flag, which leaves parameters, moments and step counts alone. The sums are those of all drafters of
+    all processes, so all decide alike.
     """
     grads = [p.grad for p in _parameters(optimizer) if p.grad is not None]
     scale = 1.0 / denominator.clamp_min(torch.finfo(torch.float32).tiny)
     norm = torch.nn.utils.get_total_norm(grads) * scale
     finite = torch.isfinite(norm)
+    taken = finite & (denominator > 0)
     clip = (max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_(grads, scale * clip)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
-    optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
+    optimizer.found_inf = (~taken).float()  # type: ignore[attr-defined]
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)
-    return StepOutcome(norm, finite, learning_rate)
+    return StepOutcome(norm, finite, taken, learning_rate)
 
 
 def gradients(optimizer: torch.optim.AdamW) -> list[Tensor]:

@@ -95,6 +95,7 @@ class Recorder:
         meter.add(names.TRAIN_GRAD_NORM, outcome.grad_norm)
         meter.set(names.TRAIN_LEARNING_RATE, outcome.learning_rate)
         meter.add_total(names.TRAIN_BAD_STEPS, (~outcome.finite).float())
+        meter.add_total(names.TRAIN_EMPTY_STEPS, (outcome.finite & ~outcome.taken).float())
         meter.add_total(names.TRAIN_BAD_DOCUMENTS, sums["bad_documents"])
         meter.add_total(_TOKENS, sums["tokens"])
         meter.add_total(_DOCUMENTS, sums["documents"])
@@ -137,7 +138,7 @@ class Recorder:
         self._state.train_seconds += elapsed_s
         self._state.trained_documents += round(num_documents)
         self._state.bad_documents += round(values[names.TRAIN_BAD_DOCUMENTS])
-        self._state.skipped_steps += round(values[names.TRAIN_BAD_STEPS])
+        self._state.skipped_steps += round(values[names.TRAIN_BAD_STEPS] + values[names.TRAIN_EMPTY_STEPS])
         self.last_loss = values[names.TRAIN_LOSS]
         self._sinks.write(self._state.step, {**values, **self._throughput.flush(num_tokens)})
         self._check_bad_documents()

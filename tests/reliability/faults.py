@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 FAULT = "HELIXCTL_TEST_FAULT"
-"""Environment variable: ``role/fault/nth/path of the file for the instant``."""
+"""Environment variable: ``role/fault/nth/path of the file for the instant``; several calls are ``5+6``."""
 HANG_S = 60
 """A hang ends by itself, should the process survive its detection."""
 JOIN_S = 1.0
@@ -57,13 +57,14 @@ def install_fault(text: str) -> None:
     for parent in parents:
         owner = getattr(owner, parent)
     original, calls = getattr(owner, name), 0
+    chosen = {int(number) for number in nth.split("+")}
 
     def replaced(*arguments: Any, **options: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls != int(nth) and not (fault == "NaN everywhere" and calls > int(nth)):
+        if calls not in chosen and not (fault == "NaN everywhere" and calls > min(chosen)):
             return original(*arguments, **options)
-        if calls == int(nth):
+        if calls == min(chosen):
             Path(mark).write_text(repr(time.monotonic()))
         return FAULTS[fault](partial(original, *arguments, **options), *arguments)
 
@@ -106,6 +107,14 @@ def _spoil(call: Callable[[], Any], stage: Any, *_: Any) -> Any:
     return result
 
 
+def _spoil_all(call: Callable[[], Any], *_: Any) -> Any:
+    """NaN in every document of the target's micro-batch: nothing is left to learn from."""
+    features = call()
+    for feature in features:
+        feature.fill_(math.nan)
+    return features
+
+
 FAULTS: dict[str, Callable[..., Any]] = {
     "exception": _raise(RuntimeError("made to fail")),
     "out of memory": _raise(MemoryError("made to fail")),
@@ -116,4 +125,5 @@ FAULTS: dict[str, Callable[..., Any]] = {
     "read-only": _raise(OSError(errno.EROFS, os.strerror(errno.EROFS))),
     "NaN once": _spoil,
     "NaN everywhere": _spoil,
+    "NaN in all documents": _spoil_all,
 }

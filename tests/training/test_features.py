@@ -54,6 +54,15 @@ def test_a_bad_token_takes_its_document_out_and_no_other(batch: MicroBatch, valu
     assert not slot.features[0][0, 4:6].any() and slot.features[0][0, :4].all()
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_padding_that_is_not_finite_costs_no_document_and_reaches_no_product(batch: MicroBatch, value: float) -> None:
+    features = [torch.ones(2, 8, 3), torch.ones(2, 8, 3)]
+    features[0][1, 7] = value
+    slot = filled(batch, features)
+    assert count_bad(slot) == 0 and torch.equal(slot.anchor_valid, batch.anchor_valid)
+    assert all(feature.isfinite().all() for feature in slot.features)  # else 0 x NaN stands in a gradient
+
+
 def test_good_features_are_left_alone(batch: MicroBatch) -> None:
     slot = filled(batch, [torch.ones(2, 8, 3) * 60000])
     assert count_bad(slot) == 0 and slot.features[0].min() == 60000

@@ -92,20 +92,30 @@ def test_a_step_that_is_not_finite_changes_neither_parameters_nor_moments(poison
     before = [p.clone() for p in net.parameters()], {k: v.clone() for k, v in optimizer_tensors(net, optimizer).items()}
     (net(torch.randn(5, 4)).sum() * poison).backward()
     outcome = take_step(optimizer, torch.tensor(1.0), 0.1, 1.0)
-    assert not bool(outcome.finite)
+    assert not bool(outcome.finite) and not bool(outcome.taken)
     assert all(torch.equal(a, b) for a, b in zip(before[0], net.parameters(), strict=True))
     after = optimizer_tensors(net, optimizer)
-    assert all(torch.equal(before[1][name], after[name]) for name in after if not name.endswith(".step"))
+    assert all(torch.equal(before[1][name], after[name]) for name in after)
     assert all(not p.grad.isnan().any() for p in net.parameters() if p.grad is not None)
 
 
-def test_a_step_without_any_supervised_token_is_harmless() -> None:
+@pytest.mark.parametrize("denominator", [0.0, 3.0])
+def test_a_step_without_any_supervised_token_moves_neither_parameters_nor_adam(denominator: float) -> None:
     net = model()
-    optimizer = make_optimizer(net, options())
+    optimizer = make_optimizer(net, options(weight_decay=0.1))
     gradients(optimizer)
-    before = [p.clone() for p in net.parameters()]
-    assert bool(take_step(optimizer, torch.tensor(0.0), 0.1, 1.0).finite)
-    assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+    net(torch.randn(5, 4)).sum().backward()
+    assert bool(take_step(optimizer, torch.tensor(1.0), 0.1, 1.0).taken)
+    before = {name: value.clone() for name, value in state(net, optimizer).items()}
+    outcome = take_step(optimizer, torch.tensor(denominator), 0.1, 1.0)
+    assert (bool(outcome.finite), bool(outcome.taken)) == (True, denominator > 0)
+    moved = {name for name, value in state(net, optimizer).items() if not torch.equal(before[name], value)}
+    assert not moved if denominator == 0 else len(moved) == len(before)
+
+
+def state(net: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, torch.Tensor]:
+    """Parameters, moments and step counts."""
+    return {**dict(net.named_parameters()), **optimizer_tensors(net, optimizer)}
 
 
 def test_moments_come_back_bit_for_bit() -> None:
