@@ -38,6 +38,7 @@ LIGHT = (
     "data/packing.py",
     "data/anchors.py",
     "data/sequence.py",
+    "data/window*.py",
     "data/formats/*.py",
     "models/facts.py",
     "profiling/*.py",

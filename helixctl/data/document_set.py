@@ -1,91 +1,22 @@
-"""Tokenised documents as a map-style dataset of windows: from a store, or from lists in memory.
+"""Windows of tokenised documents as a map-style dataset for loaders with worker processes.
 
 What a worker gets is the path of the store, not its content; lists become two flat arrays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import Protocol
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from helixctl.data.store import SplitName, Store
 from helixctl.data.token_batch import TokenBatch, make_token_batch
-from helixctl.data.windows import (
-    SHORT,
-    TAIL,
-    Piece,
-    Shard,
-    Window,
-    WindowOptions,
-    count_windows,
-    document_window,
-    with_end,
-)
-from helixctl.errors import DataError
-
-_DOCUMENTS_KEY = 13
-_WINDOWS_KEY = 14
-
-
-class Documents(Protocol):
-    """Tokenised documents by number."""
-
-    @property
-    def lengths(self) -> NDArray[np.integer]:
-        """Tokens of every document, [N]."""
-
-    def piece(self, document: int) -> Piece:
-        """Ids and mask of one document, without an added end."""
-
-
-class ListedDocuments:
-    """Documents that are in memory."""
-
-    def __init__(self, documents: Iterable[Sequence[int] | NDArray[np.integer]]) -> None:
-        """``documents``: ids of each; all of them are to be learnt."""
-        arrays = [np.asarray(document, dtype=np.int64) for document in documents]
-        self.lengths: NDArray[np.integer] = np.array([len(array) for array in arrays], np.int64)
-        self._ends = np.cumsum(self.lengths)
-        self._ids = np.concatenate(arrays).astype(np.uint32) if arrays else np.zeros(0, np.uint32)
-
-    def piece(self, document: int) -> Piece:
-        """See ``Documents``."""
-        end = int(self._ends[document])
-        ids = self._ids[end - int(self.lengths[document]) : end]
-        return Piece(ids, np.ones(len(ids), np.bool_))
-
-
-class StoredDocuments:
-    """One split of a store, opened anew in every process that uses it; training and validation never share files."""
-
-    def __init__(self, store: Path, split: SplitName) -> None:
-        self._path = store
-        self._name: SplitName = split
-        self._split = Store.open(store).split(split)
-
-    @property
-    def lengths(self) -> NDArray[np.integer]:
-        """See ``Documents``."""
-        return self._split.lengths
-
-    def piece(self, document: int) -> Piece:
-        """See ``Documents``."""
-        return Piece(self._split.tokens(document), self._split.loss_mask(document))
-
-    def __reduce__(self) -> tuple[type[StoredDocuments], tuple[Path, SplitName]]:
-        return StoredDocuments, (self._path, self._name)
+from helixctl.data.window_set import Documents, Windows
+from helixctl.data.windows import Shard, WindowOptions
 
 
 class WindowDataset(Dataset[TokenBatch]):
-    """Windows by number; ``dataset[[3, 1, 4]]`` is the batch of three.
-
-    ``counts`` tells what was left out: ``tail_tokens`` and ``too_short`` documents.
-    """
+    """Windows by number; ``dataset[[3, 1, 4]]`` is the batch of three."""
 
     def __init__(self, documents: Documents, options: WindowOptions, *, shuffle: bool) -> None:
         """``shuffle``: documents stand in another order in every stage; else in their own.
@@ -93,75 +24,24 @@ class WindowDataset(Dataset[TokenBatch]):
         Raises:
             DataError: the documents fill no window.
         """
-        self._documents = documents
-        self.options = options
-        lengths = np.asarray(documents.lengths, np.int64)
-        order = np.arange(lengths.size)
-        if shuffle:
-            order = np.random.default_rng([options.seed, options.stage, _DOCUMENTS_KEY]).permutation(order)
-        ended = np.array([self._is_ended(int(document)) for document in order], np.bool_)
-        self._order = order[lengths[order] > 0]
-        sizes = (lengths[order] + ~ended)[lengths[order] > 0]
-        self.counts: dict[str, int] = {SHORT: int((lengths == 0).sum()), TAIL: 0}
-        self._continuous = options.packing == "continuous"
-        if self._continuous:
-            self._ends = np.cumsum(sizes)
-            self._num_windows = self._count_continuous(int(sizes.sum()))
-        else:
-            windows, tails, short = count_windows(sizes, options)
-            self._ends = np.cumsum(windows)
-            self._num_windows = int(windows.sum())
-            self.counts = {SHORT: self.counts[SHORT] + int(short.sum()), TAIL: int(tails.sum())}
-        if self._num_windows == 0:
-            text = f"{lengths.size} documents with {int(lengths.sum())} tokens fill no window of {options.seq_len}"
-            raise DataError(f"{text} with min_tail_len {options.min_tail_len}", fix="give more, or lower min_tail_len")
+        self.windows = Windows(documents, options, shuffle=shuffle)
+
+    @property
+    def options(self) -> WindowOptions:
+        """How documents become batches."""
+        return self.windows.options
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """What was left out: ``tail_tokens`` and ``too_short`` documents."""
+        return self.windows.counts
 
     def __len__(self) -> int:
         """Number of windows."""
-        return self._num_windows
+        return len(self.windows)
 
     def __getitem__(self, windows: Sequence[int]) -> TokenBatch:
-        return make_token_batch([self.window(number) for number in windows], self.options)
-
-    def window(self, number: int) -> Window:
-        """Window ``number``.
-
-        Raises:
-            IndexError: there is none.
-        """
-        if not 0 <= number < self._num_windows:
-            raise IndexError(f"window {number} of {self._num_windows}")
-        if self._continuous:
-            return tuple(self._cut(number * self.options.seq_len))
-        place = int(np.searchsorted(self._ends, number, side="right"))
-        first = int(self._ends[place - 1]) if place else 0
-        return document_window(self._piece(place), number - first, self.options)
-
-    def _cut(self, start: int) -> Iterator[Piece]:
-        """Pieces of the window that begins with token ``start`` of all documents."""
-        end = min(start + self.options.seq_len, int(self._ends[-1]))
-        place = int(np.searchsorted(self._ends, start, side="right"))
-        while start < end:
-            piece = self._piece(place)
-            begin = start - (int(self._ends[place]) - len(piece.input_ids))
-            taken = slice(begin, begin + end - start)
-            yield Piece(piece.input_ids[taken], piece.loss_mask[taken])
-            start = int(self._ends[place])
-            place += 1
-
-    def _count_continuous(self, num_tokens: int) -> int:
-        full, tail = divmod(num_tokens, self.options.seq_len)
-        if tail >= self.options.min_tail_len:
-            return full + 1
-        self.counts[TAIL] = tail
-        return full
-
-    def _piece(self, place: int) -> Piece:
-        return with_end(*self._documents.piece(int(self._order[place])), self.options.eos_id)
-
-    def _is_ended(self, document: int) -> bool:
-        ids = self._documents.piece(document).input_ids
-        return bool(ids.size) and int(ids[-1]) == self.options.eos_id
+        return make_token_batch([self.windows.window(number) for number in windows], self.options)
 
 
 class BatchOrder:
@@ -170,15 +50,14 @@ class BatchOrder:
     Every rank gets equally many batches and no window of another; the last ones may have fewer rows, or none.
     """
 
-    def __init__(self, num_windows: int, options: WindowOptions, shard: Shard, *, shuffle: bool) -> None:
-        self._num_windows = num_windows
-        self._options = options
+    def __init__(self, windows: Windows, shard: Shard, *, shuffle: bool) -> None:
+        self._windows = windows
         self._shard = shard
         self._shuffle = shuffle
         self._epoch = 0
         self._first = 0
-        share = -(-num_windows // shard.world_size)
-        self.num_batches = -(-share // options.rows)
+        share = -(-len(windows) // shard.world_size)
+        self.num_batches = -(-share // windows.options.rows)
         """Batches of this rank per epoch."""
 
     def begin(self, epoch: int, first: int) -> None:
@@ -189,11 +68,8 @@ class BatchOrder:
         return self.num_batches - self._first
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = np.arange(self._num_windows)
-        if self._shuffle:
-            key = [self._options.seed, self._options.stage, _WINDOWS_KEY, self._epoch]
-            order = np.random.default_rng(key).permutation(order)
+        order = self._windows.order(self._epoch) if self._shuffle else np.arange(len(self._windows))
         own = order[self._shard.rank :: self._shard.world_size]
-        rows = self._options.rows
+        rows = self._windows.options.rows
         for batch in range(self._first, self.num_batches):
             yield own[batch * rows : (batch + 1) * rows].tolist()

@@ -22,9 +22,10 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from helixctl.data.document_set import BatchOrder, Documents, WindowDataset
+from helixctl.data.document_set import BatchOrder, WindowDataset
 from helixctl.data.streaming import Stream, StreamDataset
 from helixctl.data.token_batch import Place, TokenBatch
+from helixctl.data.window_set import Documents
 from helixctl.data.windows import ALONE, Shard, WindowOptions
 from helixctl.data.worker_pickle import check_picklable
 from helixctl.data.worker_process import WorkerStart, as_it_is, watch
@@ -147,7 +148,7 @@ class DocumentLoader:
         self._role: Role = role
         self._workers = workers
         self._shard = shard
-        self._order = BatchOrder(len(dataset), dataset.options, shard, shuffle=role == "train")
+        self._order = BatchOrder(dataset.windows, shard, shuffle=role == "train")
         start = WorkerStart((dataset.options.seed, dataset.options.stage, shard.rank))
         self._loader = build_loader(dataset, role, workers, start, self._order)
         self._epoch = 0

@@ -19,7 +19,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from helixctl.data.document_set import ListedDocuments, StoredDocuments
 from helixctl.data.loaders import (
     DocumentLoader,
     WorkerOptions,
@@ -28,6 +27,7 @@ from helixctl.data.loaders import (
     create_streaming_loader,
 )
 from helixctl.data.token_batch import TokenBatch
+from helixctl.data.window_set import ListedDocuments, StoredDocuments
 from helixctl.data.windows import KEPT, TAIL, Shard, WindowOptions
 from helixctl.data.worker_process import WorkerStart, watch, worker_seeds
 from helixctl.errors import DataError, UsageError
@@ -356,7 +356,7 @@ def test_program_ends_cleanly_and_leaves_nothing_behind(tmp_path: Path) -> None:
     """No shards to clean up, so no clean-up that can fail after training."""
     program = """
 from helixctl.data.loaders import *
-from helixctl.data.document_set import *
+from helixctl.data.window_set import *
 import faulthandler
 if __name__ == "__main__":
     faulthandler.dump_traceback_later(150, exit=True)  # a hang shows where

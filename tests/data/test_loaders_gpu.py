@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from helixctl.data.document_set import ListedDocuments
 from helixctl.data.loaders import WorkerOptions, create_document_loader, create_streaming_loader
+from helixctl.data.window_set import ListedDocuments
 from helixctl.data.windows import WindowOptions
 from tests.data.test_streaming import OPTIONS, stream, write_text
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -11,8 +12,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from helixctl.data.document_set import ListedDocuments, WindowDataset
+from helixctl.data.document_set import WindowDataset
 from helixctl.data.token_batch import make_token_batch
+from helixctl.data.window_set import ListedDocuments, Windows
 from helixctl.data.windows import KEPT, SHORT, TAIL, Numbered, Packed, Piece, WindowOptions, pack_stream, with_end
 from helixctl.errors import UsageError
 
@@ -89,7 +91,7 @@ def test_list_and_stream_make_the_same_windows(lengths: list[int], options: Wind
     windows, counts = reference(lengths, options)
     if not windows:
         return
-    dataset = WindowDataset(ListedDocuments(documents(lengths)), options, shuffle=False)
+    dataset = Windows(ListedDocuments(documents(lengths)), options, shuffle=False)
     packed = [one.window for one in pack_stream(numbered(lengths), options) if one.window is not None]
     assert len(dataset) == len(packed)
     for number, window in enumerate(packed):
@@ -109,6 +111,26 @@ def test_stream_goes_on_at_the_exact_token(lengths: list[int], options: WindowOp
     rest = list(pack_stream(numbered(lengths, document), options, token))
     assert supervised(done) + supervised(rest) == supervised(packed)
     assert sum((one.counts for one in done + rest), Counter()) == sum((one.counts for one in packed), Counter())
+
+
+@given(lengths=LENGTHS, options=OPTIONS, seed=st.integers(0, 9))
+def test_a_window_names_the_documents_it_holds(lengths: list[int], options: WindowOptions, seed: int) -> None:
+    if not reference(lengths, options)[0]:
+        return
+    windows = Windows(ListedDocuments(documents(lengths)), replace(options, seed=seed), shuffle=True)
+    for number in range(len(windows)):
+        held = [[int(i) for i in piece.input_ids if i != EOS] for piece in windows.window(number)]
+        named = windows.documents(number)
+        assert len(held) == len(named)
+        for ids, document in zip(held, named, strict=True):
+            assert {i // 1000 - 1 for i in ids} <= {document}
+
+
+def test_every_epoch_has_every_window_in_another_order() -> None:
+    windows = Windows(ListedDocuments([[1] * 400]), WindowOptions(seq_len=4, rows=1, eos_id=EOS), shuffle=True)
+    orders = [windows.order(epoch).tolist() for epoch in range(3)]
+    assert all(sorted(order) == list(range(len(windows))) for order in orders)
+    assert orders[0] != orders[1] != orders[2] and orders[1] == windows.order(1).tolist()
 
 
 def test_continuous_windows_are_exact_and_the_end_belongs_to_its_document() -> None:
