@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-import multiprocessing.util
+import multiprocessing.context
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -28,7 +28,7 @@ from helixctl.data.token_batch import Place, TokenBatch
 from helixctl.data.window_set import Documents
 from helixctl.data.windows import ALONE, Shard, WindowOptions
 from helixctl.data.worker_pickle import check_picklable
-from helixctl.data.worker_process import WorkerStart, as_it_is, watch
+from helixctl.data.worker_process import WorkerStart, as_it_is, make_socket_folder, watch
 from helixctl.errors import DataError, UsageError
 
 Role = Literal["train", "validation"]
@@ -77,39 +77,35 @@ def build_loader(
     if workers.start_method not in START_METHODS:
         text = f"workers are never started by {workers.start_method}: locks held by other threads stay locked for ever"
         raise UsageError(text, fix="use spawn, or forkserver where start-up time matters")
-    # Draws the seed of workers; without it the loader would take a number from the generator that training uses.
-    generator = torch.Generator().manual_seed(0)
     num_workers = workers.count(role)
-    if num_workers == 0:
-        return DataLoader(
-            dataset,
-            batch_size=None,
-            sampler=sampler,
-            collate_fn=as_it_is,
-            pin_memory=workers.pin_memory,
-            generator=generator,
-        )
-    _check_start(dataset, num_workers, start)
-    # Workers use this process's folder for their sockets, which is removed at its end; a worker that is ended in the
-    # middle of an epoch would leave its own behind.
-    multiprocessing.util.get_temp_dir()
-    context = multiprocessing.get_context(workers.start_method)
-    if workers.start_method == "forkserver":
-        context.set_forkserver_preload(_preloaded(dataset))
     return DataLoader(
         dataset,
         batch_size=None,
         sampler=sampler,
         collate_fn=as_it_is,
         pin_memory=workers.pin_memory,
-        generator=generator,
+        # Draws the seed of workers; without it the loader would take a number from the generator that training uses.
+        generator=torch.Generator().manual_seed(0),
         num_workers=num_workers,
-        multiprocessing_context=context,
-        worker_init_fn=start,
-        persistent_workers=role == "train",
-        prefetch_factor=workers.batches_ahead,
-        timeout=workers.timeout_s,
+        # torch refuses all of these where there are no workers.
+        multiprocessing_context=_make_context(dataset, workers, num_workers, start) if num_workers else None,
+        worker_init_fn=start if num_workers else None,
+        persistent_workers=num_workers > 0 and role == "train",
+        prefetch_factor=workers.batches_ahead if num_workers else None,
+        timeout=workers.timeout_s if num_workers else 0,
     )
+
+
+def _make_context(
+    dataset: Dataset[Any], workers: WorkerOptions, num_workers: int, start: WorkerStart
+) -> multiprocessing.context.BaseContext:
+    """How worker processes begin, once nothing is known that would make them fail."""
+    _check_start(dataset, num_workers, start)
+    make_socket_folder()
+    context = multiprocessing.get_context(workers.start_method)
+    if workers.start_method == "forkserver":
+        context.set_forkserver_preload(_preloaded(dataset))
+    return context
 
 
 def _check_start(dataset: Dataset[Any], num_workers: int, start: WorkerStart) -> None:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import faulthandler
 import multiprocessing
+import multiprocessing.util
 import os
 import random
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +22,12 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from helixctl.errors import DataError
+from helixctl.errors import DataError, UsageError
 
 _DUMP_SIGNAL = signal.SIGUSR1
 _LOOK_EVERY_S = 5.0
+_SOCKET_BYTES = 107  # sun_path of unix(7), without its end
+_SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 _TIMED_OUT = "DataLoader timed out"
 
 
@@ -58,6 +62,34 @@ def worker_seeds(seed_key: Sequence[int], worker: int) -> tuple[int, int, int]:
     """Seeds for random, numpy and torch; different for every worker, rank and stage."""
     first, second, third = np.random.SeedSequence([*seed_key, worker]).generate_state(3).tolist()
     return first, second, third
+
+
+def make_socket_folder() -> Path:
+    """The folder in which this process and its workers make their sockets; removed when this process ends.
+
+    Workers hand batches over through sockets, whose paths the system limits to 107 bytes. Where ``TMPDIR`` is longer, a
+    worker would drop every batch with no more than a line on stderr and the loop would wait for its timeout; the
+    folder then stands in ``/tmp``. It is made here, because a worker that is ended in the middle of an epoch would
+    leave one of its own behind.
+
+    Raises:
+        UsageError: it stands in a long folder already, or no short one can be written to.
+    """
+    before = tempfile.tempdir
+    if not _is_short(tempfile.gettempdir() + "/pymp-12345678"):
+        tempfile.tempdir = next((folder for folder in _SHORT_FOLDERS if os.access(folder, os.W_OK)), before)
+    try:
+        folder = Path(multiprocessing.util.get_temp_dir())
+    finally:
+        tempfile.tempdir = before
+    if not _is_short(str(folder)):
+        text = f"worker processes cannot make sockets in {folder}: their paths have {_SOCKET_BYTES} bytes at most"
+        raise UsageError(text, fix="set TMPDIR to a folder with a shorter path")
+    return folder
+
+
+def _is_short(folder: str) -> bool:
+    return len(os.fsencode(folder)) + len("/listener-12345678") <= _SOCKET_BYTES
 
 
 def watch(loader: DataLoader[Any], timeout_s: float, role: str) -> Iterator[Any]:
