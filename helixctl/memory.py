@@ -42,6 +42,8 @@ class Load:
     """Of one drafter."""
     activation_bytes: int
     """Of one drafter's micro-batch, head included."""
+    stored: bool = False
+    """Features are read from disk: no target is loaded."""
 
     @property
     def element_bytes(self) -> int:
@@ -85,12 +87,13 @@ def _on_device(load: Load, device: str) -> Iterator[MemoryLine]:
     tokens = load.rows * load.seq_len
     tables = target.vocab_size * target.hidden_size * (1 if target.tie_word_embeddings else 2) * size
     width = 8 * target.hidden_size + 3 * (target.intermediate_size or target.expert_intermediate_size)
-    if num_targets:
+    if num_targets and not load.stored:
         yield MemoryLine(device, "target weights", target_parameters(target) * size)
         yield MemoryLine(device, "target activations", num_targets * tokens * width * size)
+    if num_targets:
         yield MemoryLine(device, "features in flight", num_targets * _OUTPUT_SETS * load.feature_bytes)
     if num_drafters:
-        if not num_targets:
+        if load.stored or not num_targets:
             yield MemoryLine(device, "embedding and head", tables)
         yield MemoryLine(
             device, "drafter weights, gradients, Adam", num_drafters * _BYTES_PER_PARAMETER * load.parameters

@@ -95,13 +95,13 @@ def make_plan(recipe: Recipe, machine: Machine) -> Plan:
     _refuse([*problems, *_check_mask_token(recipe.drafter, target), *_check_devices(recipe.pipeline, machine)])
     packing = recipe.data.packing and not target.recurrent
     counts = _count_data(recipe, packing)
-    targets, drafters = make_devices(recipe.pipeline, machine)
+    targets, drafters = make_devices(recipe.pipeline, machine, stored=recipe.target.features is not None)
     num_drafters = machine.world.size * len(drafters)
     batches_per_step = num_drafters * recipe.train.grad_accum_steps
     rows_per_step = batches_per_step * recipe.train.micro_batch_rows
     total_steps = _total_steps(recipe, counts, rows_per_step)
-    _refuse([*_check_data(recipe, target, counts, total_steps)])
     load = _make_load(recipe, target, (targets, drafters), machine)
+    _refuse([*_check_data(recipe, target, counts, total_steps), *_check_features(recipe, taps, load)])
     memory = estimate_memory(load)
     tokens_per_row = counts.tokens_per_row if counts else recipe.data.seq_len
     return Plan(
@@ -157,11 +157,14 @@ def default_target_layer_ids(num_layers: int, num_taps: int) -> tuple[int, ...]:
     return tuple(round(i * (num_layers - 1) / (num_taps - 1)) for i in range(num_taps))
 
 
-def make_devices(pipeline: PipelineOptions, machine: Machine) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def make_devices(
+    pipeline: PipelineOptions, machine: Machine, *, stored: bool = False
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Devices of the targets and of the drafters of this process.
 
     `auto`: the CPU without GPUs; one GPU does both; of several, three quarters are targets. With one side given, the
-    other gets the GPUs that are left, or shares. In a recipe `cuda:0` is the first GPU of each process; what is
+    other gets the GPUs that are left, or shares. Where features are ``stored``, every GPU trains, and the loops that
+    read for it take the targets' place. In a recipe `cuda:0` is the first GPU of each process; what is
     returned has its number on the host.
     """
     gpus = machine.own_gpus
@@ -172,6 +175,9 @@ def make_devices(pipeline: PipelineOptions, machine: Machine) -> tuple[tuple[str
     )
     if targets is not None and drafters is not None:
         return targets, drafters
+    if stored:
+        drafters = drafters or gpus or ("cpu",)
+        return targets or drafters, drafters
     if targets is not None:
         return targets, tuple(gpu for gpu in gpus if gpu not in targets) or targets[-1:]
     if drafters is not None:
@@ -204,6 +210,7 @@ def _make_load(
         num_slots=advised_slots(len(targets), len(drafters)) if slots == "auto" else slots,
         parameters=options.parameter_count(recipe.drafter, target),
         activation_bytes=options.activation_bytes(recipe.drafter, target, rows, seq_len),
+        stored=recipe.target.features is not None,
     )
 
 
@@ -303,6 +310,17 @@ def _check_data(
         yield Problem("train.epochs", f"all epochs are {counts.train_rows} rows, less than one step", fix=fix)
 
 
+def _check_features(recipe: Recipe, taps: tuple[int, ...], load: Load) -> Iterator[Problem]:
+    """Stored features are those of this target, these taps and this data; numpy is loaded only where there are some."""
+    if recipe.target.features is None:
+        return
+    from helixctl.data.stored_features import FeatureKey, check_features, digest_target
+
+    width, target = load.target.hidden_size, digest_target(load.target.raw)
+    wanted = FeatureKey("", target, taps, load.target_dtype, width, recipe.data.seq_len)
+    yield from check_features(recipe.target.features, wanted, recipe.data.store)
+
+
 def _validation_batches(recipe: Recipe, counts: DataCounts | None, num_drafters: int) -> int:
     """Enough for the asked rows, or for those there are, rounded up so that every drafter has the same number."""
     rows = recipe.validation.rows if recipe.validation.every_steps else 0
@@ -355,6 +373,8 @@ def _data_warnings(recipe: Recipe, target: TargetFacts, counts: DataCounts | Non
 
 
 def _run_warnings(recipe: Recipe, load: Load, memory: tuple[MemoryLine, ...], machine: Machine) -> Iterator[str]:
+    if recipe.target.features is not None and recipe.validation.every_steps and recipe.validation.live_prompts:
+        yield "target.features is set: nothing is decoded during training, `helixctl validate` does so afterwards"
     if recipe.target.trust_remote_code:
         yield (
             f"target.trust_remote_code is on: Python code that {recipe.target.model} brings along runs with your "

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from helixctl.cli import render
 from helixctl.cli.doctor import doctor
 from helixctl.cli.exporting import convert, export
-from helixctl.cli.loading import AsJson, Checkpoint, Overrides, RecipePath, check_exists, load, load_plan
+from helixctl.cli.loading import AsJson, Checkpoint, Overrides, RecipePath, check_exists, load_plan
 from helixctl.cli.logs import set_up_logs
 from helixctl.cli.looking import report, runs
+from helixctl.cli.preparing import prepare
 from helixctl.cli.process import heavy_imports, run_process
 from helixctl.cli.profile import profile
 from helixctl.doctor.guard import install_guard
 from helixctl.version import __version__
-
-if TYPE_CHECKING:
-    from helixctl.plan import Plan
 
 app = typer.Typer(
     name="helixctl",
@@ -36,6 +34,7 @@ app.command()(doctor)
 app.command()(profile)
 app.command()(export)
 app.command()(convert)
+app.command()(prepare)
 app.command()(runs)
 app.command()(report)
 
@@ -104,7 +103,7 @@ def validate(
     """
     check_exists(checkpoint, "--checkpoint")
     check_exists(prompts, "--prompts")
-    plan = load_plan(recipe, set_)
+    plan = load_plan(recipe, set_, decodes=True)
     with heavy_imports():
         from helixctl.training.validate import run_validation
     with render.progress("validation") as show_progress:
@@ -120,29 +119,6 @@ def validate(
         render.render_validation(result)
     if not (result.lossless and all(proof.passed for proof in result.proofs)):
         raise typer.Exit(1)
-
-
-@app.command()
-def prepare(
-    recipe: RecipePath,
-    set_: Overrides = None,
-    regenerate: Annotated[
-        bool, typer.Option("--regenerate", help="First let the target answer the prompts, then prepare its answers.")
-    ] = False,
-    show: Annotated[int, typer.Option(min=0, metavar="N", help="Print N prepared documents with their mask.")] = 0,
-) -> None:
-    """Turn documents into a store of tokens and loss masks."""
-    if regenerate:
-        _regenerate(load_plan(recipe, set_))
-    loaded = load(recipe, set_)
-    with heavy_imports():
-        from helixctl.data.prepare import prepare as prepare_store
-        from helixctl.data.prepare import samples
-    with render.progress("documents") as show_progress:
-        result = prepare_store(loaded, on_progress=lambda done, total, _: show_progress(done, total))
-    render.render_prepare(result)
-    for i, sample in enumerate(samples(loaded, show) if show else ()):
-        render.render_sample(sample.tokens, sample.supervised, f"document {i}")
 
 
 @app.command("plan")
@@ -190,12 +166,3 @@ def schema() -> None:
     from helixctl.recipe.load import recipe_schema
 
     render.render_json(recipe_schema())
-
-
-def _regenerate(plan: Plan) -> None:
-    """Let the target answer the recipe's prompts."""
-    with heavy_imports():
-        from helixctl.training.commands import run_regeneration
-    with render.progress("answers") as show_progress:
-        result = run_regeneration(plan, show_progress)
-    render.render_regeneration(result)

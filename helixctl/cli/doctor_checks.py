@@ -208,6 +208,6 @@ def _live(path: Path, options: CheckOptions, *, failed: bool) -> Iterator[Outcom
         from helixctl.doctor.live import prove_live
     with render.progress("proofs") as show_progress:
         yield from prove_live(
-            load_plan(path, options.set_),
+            load_plan(path, options.set_, decodes=True),
             on_progress=lambda what, done, total: show_progress(done, total, what),
         )

@@ -76,7 +76,7 @@ def export(
     if recipe is None:
         raise UsageError("a recipe is needed", fix="helixctl export RECIPE, or helixctl export --check FOLDER")
     check_exists(what.checkpoint, "--checkpoint")
-    plan = load_plan(recipe, what.set_)
+    plan = load_plan(recipe, what.set_, decodes=True)
     _check_push(publishing.push, what.base_model or plan.recipe.target.model)
     with heavy_imports():
         from helixctl.training.commands import ExportRequest, run_export

@@ -33,13 +33,18 @@ def load(path: Path, overrides: Sequence[str] | None) -> Recipe:
     return load_recipe(path, overrides or ())
 
 
-def load_plan(path: Path, overrides: Sequence[str] | None) -> Plan:
-    """The plan for a recipe on this machine; mistakes found by the plan get their place in the file."""
+def load_plan(path: Path, overrides: Sequence[str] | None, *, decodes: bool = False) -> Plan:
+    """The plan for a recipe on this machine; mistakes found by the plan get their place in the file.
+
+    A command that ``decodes`` needs the target itself: stored features are of no use to it, and may be gone by now.
+    """
     from helixctl.machine import read_machine
     from helixctl.plan import make_plan
     from helixctl.recipe.load import locate
 
     recipe = load(path, overrides)
+    if decodes:
+        recipe = recipe.model_copy(update={"target": recipe.target.model_copy(update={"features": None})})
     try:
         return make_plan(recipe, read_machine())
     except RecipeError as error:

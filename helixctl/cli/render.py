@@ -133,6 +133,11 @@ def render_prepare(result: PrepareResult) -> None:
     _print_section(_console(), "prepared", prepare_rows(result))
 
 
+def render_record(title: str, record: Any) -> None:
+    """The fields of a result under a title."""
+    _print_section(_console(), title, record_rows(record))
+
+
 def render_regeneration(result: RegenerateResult) -> None:
     """What became of the prompts."""
     _print_section(_console(), "answered by the target", record_rows(result))

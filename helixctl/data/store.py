@@ -162,7 +162,8 @@ class Split:
         self._tokens = _map(folder / "tokens.bin", np.uint16 if token_bytes == 2 else np.uint32)
         self._mask = _map(folder / "mask.bin", np.bool_)
         index = {name: _map(folder / f"{name}.bin", dtype) for name, dtype in INDEX_TYPES.items()}
-        self._starts: NDArray[np.int64] = index["starts"]
+        self.starts: NDArray[np.int64] = index["starts"]
+        """Where every document begins in the tokens of the split, int64 [num_documents]; copies share it."""
         self.lengths: NDArray[np.int32] = index["lengths"]
         """Tokens of every document, int32 [num_documents]."""
         self.supervised_counts: NDArray[np.int32] = index["supervised"]
@@ -189,7 +190,7 @@ class Split:
     def _range(self, document: int) -> slice:
         if not 0 <= document < self.num_documents:
             raise IndexError(f"document {document} of {self.num_documents}")
-        start = int(self._starts[document])
+        start = int(self.starts[document])
         return slice(start, start + int(self.lengths[document]))
 
 

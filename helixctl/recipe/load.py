@@ -1,8 +1,8 @@
 """Recipe file + `--set` options -> `Recipe`; every mistake at once, each with its place and a fix.
 
-Environment variables (`$NAME`, `${NAME}`) and `~` are expanded in run.dir, data.store, target.model and the paths
-of data sources and prompts, and nowhere else. Relative paths in the file start at the file's folder; those given by
-`--set` at the current one. Never imports torch.
+Environment variables (`$NAME`, `${NAME}`) and `~` are expanded in run.dir, data.store, target.model, target.features
+and the paths of data sources and prompts, and nowhere else. Relative paths in the file start at the file's folder;
+those given by `--set` at the current one. Never imports torch.
 """
 
 from __future__ import annotations
@@ -137,6 +137,7 @@ def _path_keys(data: dict[str, Any]) -> Iterator[tuple[Key, bool]]:
     yield ("data", "store"), True
     yield ("target", "model"), True
     yield ("target", "config"), False
+    yield ("target", "features"), True
     yield ("compile", "cache"), False
     yield ("drafter", "init_from"), True
     yield ("data", "regenerate", "prompts"), True

@@ -48,6 +48,8 @@ class TargetOptions(Section):
     feature_cache_mib: NonNegativeInt = 0
     """Memory for features of documents already seen, per target loop: a set that fits needs one target pass. They are
     then computed one document at a time. 0 computes them anew for every row."""
+    features: Path | None = None
+    """Folder that `prepare --features` wrote: `train` reads features there, and runs no target. Decoding does."""
     trust_remote_code: bool = False
     """Run Python code that the checkpoint brings along."""
 

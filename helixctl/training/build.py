@@ -38,6 +38,7 @@ from helixctl.training.published import load_into, open_for
 from helixctl.training.reduce import ProcessDrafters, Reducer, SingleDrafter
 from helixctl.training.stages import Captured, NumberSource, PostStage, ReaderStage, TargetStage, Work, make_slot
 from helixctl.training.state import TrainState, num_steps
+from helixctl.training.stored import StoredFeatures, feature_key, refuse_other_weights
 from helixctl.training.warmup import forbid_recompiling, warm_up_target
 
 WORK_AHEAD = 2
@@ -67,6 +68,23 @@ class Targets:
         """Embedding, head and final norm on ``device``; the target's own tensors where it lives there."""
         target = self.nearest(device)
         return target.shared if target.device == torch.device(device) else target.shared.to(torch.device(device))
+
+    def lend(self, device: str) -> tuple[nn.ModuleList, SharedWeights]:
+        """The target's layers, and its shared weights on ``device``, for a new drafter.
+
+        Where features are stored, the target is loaded on the CPU for this alone, and not kept.
+
+        Raises:
+            DataError: the stored features are those of other weights.
+        """
+        features = self._plan.recipe.target.features
+        if features is None:
+            return self.nearest(device).layers, self.shared_on(device)
+        options = self._plan.recipe.target.model_copy(update={"attention": "segments"})
+        dtype = getattr(torch, self._plan.target_dtype)
+        target = Target.load(options, self._plan.target_layer_ids, "cpu", dtype)
+        refuse_other_weights(features, target.model)
+        return target.layers, target.shared.to(torch.device(device))
 
 
 def load_target(plan: Plan, device: str, dtype: str | None = None) -> Target:
@@ -181,7 +199,7 @@ def build_pipeline(
     ]
     middle: list[Stage] = []
     for i, (device, outbox) in enumerate(zip(plan.target_devices, wires.captured, strict=True)):
-        load, taps = _loader(plan, targets, device), plan.target_layer_ids
+        load, taps = _loader(plan, store, targets, device), plan.target_layer_ids
         middle.append(TargetStage(f"target-{i}", load, taps, wires.work, outbox))
         middle.append(PostStage(f"target-{i}-post", torch.device(device), outbox, wires.lanes))
     options = plan.recipe.pipeline
@@ -278,8 +296,10 @@ def make_slot_for(plan: Plan, device: torch.device) -> SlotBatch:
     return make_slot(shape, len(plan.target_layer_ids), plan.target.hidden_size, device, dtype)
 
 
-def _loader(plan: Plan, targets: Targets, device: str) -> Callable[[], FeatureSource]:
+def _loader(plan: Plan, store: Store, targets: Targets, device: str) -> Callable[[], FeatureSource]:
     def load() -> FeatureSource:
+        if (folder := plan.recipe.target.features) is not None:
+            return StoredFeatures(folder, feature_key(plan, store), store, torch.device(device))
         target = targets.on(device)
         warm_up_target(target, plan)
         cache_mib = plan.recipe.target.feature_cache_mib
@@ -292,10 +312,10 @@ def _builder(plan: Plan, targets: Targets, lane: int) -> Callable[[], tuple[nn.M
     device = plan.drafter_devices[lane]
 
     def build() -> tuple[nn.Module, SharedWeights]:
-        shared = targets.shared_on(device)
+        layers, shared = targets.lend(device)
         model = build_drafter(plan, torch.device(device))
         plugin: Any = drafter_plugin(plan)
-        plugin.initialise(model, targets.nearest(device).layers, shared)
+        plugin.initialise(model, layers, shared)
         start = plan.recipe.drafter.init_from
         if start is not None:
             load_into(model, open_for(plan, start, starts=True))

@@ -179,7 +179,7 @@ def _store_fingerprints(store: Store) -> dict[str, str]:
 
 def _live(plan: Plan, store: Store, targets: Targets, control: Control) -> LiveDecoder | None:
     limit = plan.recipe.validation.live_prompts
-    if not limit or not plan.recipe.validation.every_steps or plan.target.recurrent:
+    if not limit or not plan.recipe.validation.every_steps or plan.target.recurrent or plan.recipe.target.features:
         return None
     tokenizer = load_tokenizer(plan.recipe.target)
     options = decode_options(plan, tokenizer)

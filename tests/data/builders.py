@@ -19,13 +19,18 @@ def write_store(
     validation: Sequence[int] = (),
     vocab_size: int = 100,
     info: TokenizerInfo | None = None,
+    *,
+    copies: int = 1,
 ) -> Store:
-    """A store whose documents have the given lengths; the second half of each is supervised."""
+    """A store whose documents have the given lengths; the second half of each is supervised.
+
+    ``copies`` repeats the training documents.
+    """
     info = info or TokenizerInfo("a" * 64, "b" * 64, vocab_size, 2, 0)
     rng = np.random.default_rng(0)
     with StoreWriter(path, info) as writer:
         for length in train:
-            writer.add("train", rng.integers(3, vocab_size, length), np.arange(length) >= length // 2)
+            writer.add("train", rng.integers(3, vocab_size, length), np.arange(length) >= length // 2, copies=copies)
         for length in validation:
             writer.add("validation", rng.integers(3, vocab_size, length), np.arange(length) >= length // 2)
         num_documents = len(train) + len(validation)

@@ -1,0 +1,33 @@
+"""`python -m tests.training.capture_child RECIPE N`: stores features, and dies by SIGKILL at document N."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from helixctl.models.target import Target
+from helixctl.training.capture import Capture, run_capture
+from tests.training.worlds import make_world_plan
+
+SHARD_BYTES = 1 << 14
+"""Features are 2 taps x 32 x 4 bytes a token: a few documents a shard."""
+
+
+def main() -> None:
+    recipe, last = Path(sys.argv[1]), int(sys.argv[2])
+    original, calls = Target.features, iter(range(last + 1))
+
+    def features(self: Target, batch: Any, **options: Any) -> Any:
+        if next(calls) == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(self, batch, **options)
+
+    Target.features = features  # type: ignore[method-assign]  # in a process that does nothing else
+    run_capture(Capture(make_world_plan(recipe), recipe.parent / "features", shard_bytes=SHARD_BYTES))
+
+
+if __name__ == "__main__":
+    main()
