@@ -32,6 +32,7 @@ class RaggedCache(Cache):  # type: ignore[misc,unused-ignore]  # transformers is
         self._keys: dict[int, Tensor] = {}  # layer -> [R, G, L, D]
         self._values: dict[int, Tensor] = {}
         self._positions: Tensor | None = None  # [R, T], where the next forward writes
+        self._expected: int | None = None
         self._places: dict[int, Tensor] = {}  # G -> [R * G * T], the same in the flattened [R * G * L]
 
     def at(self, positions: Tensor, length: int | None = None) -> int:
@@ -39,19 +40,25 @@ class RaggedCache(Cache):  # type: ignore[misc,unused-ignore]  # transformers is
 
         Args:
             positions: [R, T] int64, distinct within a row.
-            length: Largest position + 1, where the caller knows it; else it is read from the device.
+            length: Largest position + 1, where the caller knows it; else as ``expect`` said, else read from the device.
 
         Returns:
             L, the cached positions that attention will read (and mask).
         """
         # The host must know the shape of what attention reads: a synchronisation unless the caller says it.
+        length = self._expected if length is None else length
         length = int(positions.max()) + 1 if length is None else length
+        self._expected = None
         assert positions.shape[0] == self.num_rows, f"{positions.shape[0]} rows in a cache of {self.num_rows}"
         assert length <= self.max_len, f"position {length - 1} in a cache of {self.max_len}"
         self._positions = positions
         self._places = {}
         self._capacity = max(self._capacity, min(self.max_len, -(-length // GROWTH) * GROWTH))
         return self._capacity
+
+    def expect(self, length: int) -> None:
+        """The next forward writes below position ``length``: its ``at`` then does not ask the device."""
+        self._expected = length
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

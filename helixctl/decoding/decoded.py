@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from helixctl.decoding.sampling import Sampling
+
 Finish = Literal["stop", "length"]
 Kind = Literal["prefill", "draft", "bonus"]
 
@@ -25,11 +27,21 @@ class DecodeOptions:
     max_len: int | None = None
     """The target's position limit: most tokens of prompt and answer together. Reaching it is finish `length`."""
     temperature: float = 0.0
-    """0 is greedy; speculative decoding is greedy only."""
+    """0 is greedy; else tokens are sampled, drafts too, and the target's distribution stays."""
+    top_k: int | None = None
+    """Sample from so many best tokens only."""
+    top_p: float = 1.0
+    """Sample from the best tokens that weigh so much together only."""
     seed: int = 0
-    """With a prompt's ids, seeds its samples: they do not depend on the other prompts."""
+    """With a prompt's ids, seeds its samples: they do not depend on the other prompts. A prompt that is there several
+    times gets several samples."""
     record_margins: bool = False
     """Keep the gap of the two best logits of every token (plain greedy decoding; needed by compare_greedy)."""
+
+    @property
+    def sampling(self) -> Sampling | None:
+        """What is sampled from; None where decoding is greedy."""
+        return Sampling(self.temperature, self.top_k, self.top_p) if self.temperature > 0 else None
 
 
 @dataclass(frozen=True)
@@ -43,6 +55,9 @@ class Decoded:
     """Tokens emitted by each verify cycle, bonus included. The first token comes from the prefill and is in none. A
     last cycle cut by a stop token or by the length limit counts what it emitted: sum(accepted) == len(tokens) - 1."""
     finish: Finish
+    judged: tuple[int, ...] = ()
+    """Drafts of each cycle whose fate is known: all that were verified, but for those behind a cut. Which of them were
+    accepted follows from `accepted` and `last_is_bonus`: see `acceptance_by_position`."""
     last_is_bonus: bool = True
     """Whether the last cycle got as far as its bonus token; false when it was cut inside the accepted drafts."""
     margins: tuple[float, ...] = ()

@@ -1,14 +1,10 @@
-"""From logits to tokens: the best one, its margin, or a sample; and how many drafts a target accepts.
+"""From logits to tokens: the best one and its margin; and how many drafts a target accepts. `sampling.py` draws.
 
 Legend: R rows, T tokens per row, V vocabulary.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
-
-import torch
 from torch import Tensor
 
 
@@ -34,11 +30,3 @@ def margins(logits: Tensor, best: Tensor) -> Tensor:
 def accepted_drafts(drafts: Tensor, choices: Tensor) -> Tensor:
     """Length [R] int64 of the longest prefix of `drafts` [R, T-1] that equals the target's `choices` [R, T]."""
     return (drafts == choices[:, :-1]).long().cumprod(-1).sum(-1)
-
-
-def sample_tokens(logits: Tensor, temperature: float, generators: Sequence[random.Random]) -> Tensor:
-    """Sample [R] int64 from logits [R, V] with one uniform number per row, from the row's own generator."""
-    weights = torch.softmax(logits.float() / temperature, dim=-1).cumsum(-1)
-    uniform = torch.tensor([g.random() for g in generators], device=logits.device)
-    picked = torch.searchsorted(weights, uniform[:, None] * weights[:, -1:], right=True).squeeze(-1)
-    return picked.clamp_(max=logits.shape[-1] - 1)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from helixctl.decoding.decoded import Decoded
-from helixctl.decoding.policy import DecodeTarget
+from helixctl.decoding.policy import DecodeTarget, padded_rows
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,8 @@ class _Rows:
     """Prompts and answers as tensors padded on the right, and how long they are."""
 
     def __init__(self, answers: Sequence[Decoded], block_size: int, max_tokens: int, device: torch.device) -> None:
-        self.prompts, self.lengths = _padded([answer.prompt_ids for answer in answers], device)
-        self.tokens, self.counts = _padded([answer.tokens[:max_tokens] for answer in answers], device)
+        self.prompts, self.lengths = padded_rows([answer.prompt_ids for answer in answers], device)
+        self.tokens, self.counts = padded_rows([answer.tokens[:max_tokens] for answer in answers], device)
         self.max_len = self.prompts.shape[1] + self.tokens.shape[1] + block_size
         self.block_size = block_size
 
@@ -146,13 +146,6 @@ class _Way:
             positions = rows.lengths[: self._num_rows, None] + columns
             parts.append(self._target.decode_step(input_ids, positions, self._cache)[0])
         return torch.cat(parts, dim=1)
-
-
-def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rows padded on the right with their own last token [R, T], and their lengths [R]."""
-    width = max(len(row) for row in rows)
-    padded = [[*row, *[row[-1]] * (width - len(row))] for row in rows]
-    return torch.tensor(padded, device=device), torch.tensor([len(row) for row in rows], device=device)
 
 
 def _first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:

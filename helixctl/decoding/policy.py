@@ -1,15 +1,32 @@
-"""What the decode loop needs from a drafter, a target and a cache: structural protocols, no implementation.
+"""What the decode loop needs from a drafter, a target and a cache: structural protocols, and rows as tensors.
 
 Legend: R rows, T tokens per row in one call, B block_size, K taps, H target width, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+Choose = Callable[[Tensor], Tensor]
+"""Tokens [R, T] int64 of the next T slots of every row, from their logits [R, T, V]: the best, or a sample."""
+
+
+@dataclass(frozen=True, eq=False)
+class DraftCall:
+    """How a block is drafted."""
+
+    size: int
+    """Slots of the block, the anchor included: the drafter sees no others; at most its `block_size`."""
+    choose: Choose
+    """Called with the logits of slots 1 .. size-1 in order, all at once, or as many as are known at a time."""
+    length: int | None = None
+    """A bound: no anchor stands beyond this position. None where the caller does not know it on the host; then it must
+    be read from the device, which waits for it."""
 
 
 class DraftPolicy(Protocol):
@@ -30,8 +47,12 @@ class DraftPolicy(Protocol):
     def extend(self, features: Sequence[Tensor], positions: Tensor, valid: Tensor) -> None:
         """Add target features K x [R, T, H] at `positions` [R, T] int64 to the context where `valid` [R, T] is true."""
 
-    def draft(self, anchor_ids: Tensor, positions: Tensor) -> Tensor:
-        """Propose the B-1 tokens after `anchor_ids` [R] int64, which stand at `positions` [R]: [R, B-1] int64."""
+    def draft(self, anchor_ids: Tensor, positions: Tensor, call: DraftCall) -> Tensor:
+        """Propose the tokens after `anchor_ids` [R] int64, which stand at `positions` [R]: [R, call.size - 1] int64.
+
+        Every proposal is what `call.choose` made of the logits that it depends on. Sampling is then exact: the loop
+        knows what each draft was drawn from.
+        """
 
 
 class RowCache(Protocol):
@@ -42,6 +63,9 @@ class RowCache(Protocol):
 
     def put(self, rows: Tensor, other: RowCache) -> None:
         """Copy the rows of `other`, which may be shorter, to `rows` [R'] of this cache, from position 0 on."""
+
+    def expect(self, length: int) -> None:
+        """The next forward writes below position `length`: said by the host, so that nobody asks the device."""
 
 
 class DecodeTarget(Protocol):
@@ -62,3 +86,10 @@ class DecodeTarget(Protocol):
         Returns:
             Logits [R, T, V], or [R, 1, V] of column `logits_at` [R] of each row; K x [R, T, H] features.
         """
+
+
+def padded_rows(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Token rows of any lengths, padded on the right with their own last token: [R, T] int64; and their lengths [R]."""
+    width = max(len(row) for row in rows)
+    padded = [[*row, *[row[-1]] * (width - len(row))] for row in rows]
+    return torch.tensor(padded, device=device), torch.tensor([len(row) for row in rows], device=device)

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from helixctl.decoding.decoded import Decoded, DecodeOptions, Finish, clip
-from helixctl.decoding.greedy import accepted_drafts, best_tokens, margins, sample_tokens
-from helixctl.decoding.policy import DecodeTarget, DraftPolicy
+from helixctl.decoding.greedy import accepted_drafts, best_tokens, margins
+from helixctl.decoding.policy import DecodeTarget, DraftCall, DraftPolicy
+from helixctl.decoding.sampling import SampledBlock, sample_tokens
 
 PREFILL_TOKENS = 16384
 """Tokens per prefill call, padding included: bounds the activations of a batch of long prompts."""
@@ -39,6 +40,7 @@ class Row:
     """Row of the drafter; keeps its number when the target's rows move."""
     tokens: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    judged: list[int] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)
     last_is_bonus: bool = True
     finish: Finish | None = None
@@ -60,12 +62,14 @@ class Row:
         """Tokens that may still be emitted."""
         return self.limit - len(self.tokens)
 
-    def emit(self, tokens: Sequence[int], gaps: Sequence[float], stop_ids: frozenset[int]) -> None:
-        """Take a cycle's tokens (the last is the bonus) as far as they count."""
-        kept, self.finish = clip(tokens, self.room, stop_ids)
+    def emit(self, tokens: Sequence[int], gaps: Sequence[float], stop_ids: frozenset[int], num_drafts: int) -> None:
+        """Take a cycle's tokens (the last is the bonus) as far as they count; ``num_drafts`` were verified."""
+        room = self.room
+        kept, self.finish = clip(tokens, room, stop_ids)
         if self.tokens:
             self.accepted.append(len(kept))
             self.last_is_bonus = len(kept) == len(tokens)
+            self.judged.append(min(num_drafts, room - 1) if self.last_is_bonus else len(kept))
         self.tokens += kept
         self.margins += gaps[: len(kept)]
 
@@ -76,6 +80,7 @@ class Row:
             prompt_ids=self.prompt,
             tokens=tuple(self.tokens),
             accepted=tuple(self.accepted),
+            judged=tuple(self.judged),
             finish=self.finish,
             last_is_bonus=self.last_is_bonus,
             margins=tuple(self.margins),
@@ -171,11 +176,18 @@ class RowBatch:
         starts = self._tensor([row.start for row in rows])
         positions = starts[:, None] + torch.arange(width, device=starts.device)  # [R, T]
         input_ids = self._tensor([row.anchor for row in rows])[:, None]  # [R, 1]
+        lanes = self._tensor([row.lane for row in rows])
+        block = self._sampled_block()
         if width > 1:
-            input_ids = torch.cat([input_ids, self._draft()[:, : width - 1]], dim=1)  # [R, T]
+            input_ids = torch.cat([input_ids, self._draft(block)[lanes, : width - 1]], dim=1)  # [R, T]
+        self._cache.expect(max(row.start for row in rows) + width)
         logits, features = self._target.decode_step(input_ids, positions, self._cache)
-        choices, gaps = self._choose(logits, rows)
-        num_accepted = accepted_drafts(input_ids[:, 1:], choices)  # [R]
+        gaps: list[list[float]] | None = None
+        if block is not None:
+            num_accepted, choices = block.judge(input_ids[:, 1:], logits, lanes)
+        else:
+            choices, gaps = self._best(logits)
+            num_accepted = accepted_drafts(input_ids[:, 1:], choices)  # [R]
         if self._policy is not None:
             valid = torch.arange(width, device=starts.device) <= num_accepted[:, None]  # the anchor and accepted drafts
             self._extend(features, positions, valid, rows)
@@ -184,22 +196,35 @@ class RowBatch:
         ).tolist()  # the cycle's one sync: tokens decide what is next
         for i, (row, (accepted, *tokens)) in enumerate(zip(rows, host, strict=True)):
             if row.finish is None:
-                row.emit(tokens[: accepted + 1], gaps[i] if gaps else (), self._options.stop_ids)
+                row.emit(tokens[: accepted + 1], gaps[i] if gaps else (), self._options.stop_ids, width - 1)
 
-    def _draft(self) -> Tensor:
-        """Proposals [R, B-1] for the cache's rows; the drafter always works on all lanes."""
+    def _draft(self, block: SampledBlock | None) -> Tensor:
+        """Proposals [L, B-1]; the drafter always works on all lanes."""
         assert self._policy is not None
-        anchors = self._tensor([lane.anchor for lane in self._lanes])
-        drafts = self._policy.draft(anchors, self._tensor([lane.start for lane in self._lanes]))  # [L, B-1]
-        return drafts[self._tensor([row.lane for row in self.rows])]
+        starts = [lane.start for lane in self._lanes]
+        call = DraftCall(self._block_size, best_tokens if block is None else block.choose, max(starts))
+        return self._policy.draft(self._tensor([lane.anchor for lane in self._lanes]), self._tensor(starts), call)
 
-    def _choose(self, logits: Tensor, rows: Sequence[Row]) -> tuple[Tensor, list[list[float]] | None]:
-        """Tokens [R, T] that the target emits after each column of logits [R, T, V], and their margins if asked for."""
-        if self._options.temperature > 0:
-            generators = [row.generator for row in rows]
-            return sample_tokens(logits[:, -1], self._options.temperature, generators)[:, None], None
+    def _sampled_block(self) -> SampledBlock | None:
+        """The next random numbers of the rows that decode; None where decoding is greedy."""
+        sampling = self._options.sampling
+        if sampling is None:
+            return None
+        count = 2 * self._block_size - 1
+        numbers = [[row.generator.random() for _ in range(count)] for row in self._lanes]
+        return SampledBlock(sampling, self._tensor(numbers, torch.float32))
+
+    def _best(self, logits: Tensor) -> tuple[Tensor, list[list[float]] | None]:
+        """The best tokens [R, T] of logits [R, T, V], and their margins if asked for."""
         choices = best_tokens(logits)
         return choices, margins(logits, choices).tolist() if self._options.record_margins else None
+
+    def _first(self, logits: Tensor, rows: Sequence[Row]) -> tuple[Tensor, list[list[float]] | None]:
+        """An answer's first token per row [R, 1], from logits [R, 1, V]."""
+        sampling = self._options.sampling
+        if sampling is None:
+            return self._best(logits)
+        return sample_tokens(logits[:, -1], sampling, [row.generator for row in rows])[:, None], None
 
     def _prefill(self, places: Sequence[int]) -> None:
         for group in _groups(places, self.rows):
@@ -214,14 +239,15 @@ class RowBatch:
         positions = torch.arange(width, device=input_ids.device).expand(len(rows), width)
         whole = len(places) == len(self.rows)
         cache = self._cache if whole else self._target.new_cache(len(rows), width)
+        cache.expect(width)
         logits, features = self._target.decode_step(input_ids, positions, cache, logits_at=lengths - 1)
         if not whole:
             self._cache.put(self._tensor(places), cache)
         if self._policy is not None:
             self._extend(features, positions, positions < lengths[:, None], rows)
-        choices, gaps = self._choose(logits, rows)
+        choices, gaps = self._first(logits, rows)
         for i, (row, tokens) in enumerate(zip(rows, choices.tolist(), strict=True)):  # a sync per prefill
-            row.emit(tokens, gaps[i] if gaps else (), self._options.stop_ids)
+            row.emit(tokens, gaps[i] if gaps else (), self._options.stop_ids, 0)
 
     def _extend(self, features: Sequence[Tensor], positions: Tensor, valid: Tensor, rows: Sequence[Row]) -> None:
         """Give the drafter the features of some rows; the other lanes get none."""
@@ -234,8 +260,10 @@ class RowBatch:
         spread = [_spread(x, index, len(self._lanes)) for x in (*features, positions, valid)]
         self._policy.extend(spread[:-2], spread[-2], spread[-1])
 
-    def _tensor(self, numbers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int64, device=self._target.device)
+    def _tensor(self, numbers: Sequence[float] | Sequence[Sequence[float]], dtype: torch.dtype = torch.int64) -> Tensor:
+        """Host numbers on the target's device. From pinned memory, since a copy from any other waits for the device."""
+        device = self._target.device
+        return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def _groups(places: Sequence[int], rows: Sequence[Row]) -> Iterator[list[int]]:

@@ -1,13 +1,14 @@
 """Answers prompts with a target alone, or with a drafter whose blocks the target verifies.
 
 Both run the same loop (`rows.py`) over prompts of different lengths: at most `batch_size` rows at a time, waiting
-prompts take the rows of finished ones, and when none waits the batch shrinks. Speculative decoding is greedy and gives
-what plain greedy decoding gives, token for token up to rounding (`losslessness.py`).
+prompts take the rows of finished ones, and when none waits the batch shrinks. Greedy speculative decoding gives what
+plain greedy decoding gives, token for token up to rounding (`losslessness.py`); with a temperature it draws from the
+distribution that plain sampling draws from (`sampling.py`, `distribution.py`).
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from random import Random
 
@@ -56,7 +57,7 @@ def decode_speculative(
     *,
     on_progress: OnProgress | None = None,
 ) -> list[Decoded]:
-    """Answer `prompts` greedily with blocks that `policy` drafts and `target` verifies.
+    """Answer `prompts` with blocks that `policy` drafts and `target` verifies, greedily or by sampling.
 
     The last blocks are no longer than what may still be emitted.
 
@@ -64,15 +65,14 @@ def decode_speculative(
         One `Decoded` per prompt, in order.
 
     Raises:
-        UsageError: as `decode_plain`; a temperature; a block larger than the drafter's.
+        UsageError: as `decode_plain`; a block larger than the drafter's, or of one token.
     """
     block_size = options.block_size or policy.block_size
-    if block_size > policy.block_size:
+    if not 2 <= block_size <= policy.block_size:
         raise UsageError(
-            f"block size {block_size} is larger than the drafter's", fix=f"use {policy.block_size} or less"
+            f"block size {block_size} is not between 2 and the drafter's own",
+            fix=f"use {policy.block_size} or less; the anchor counts, so 2 drafts one token",
         )
-    if options.temperature > 0:
-        raise UsageError("speculative decoding is greedy", fix="set the temperature to 0")
     return _in_order(_run(target, policy, prompts, options, block_size, on_progress))
 
 
@@ -124,6 +124,7 @@ def _refilled(batch: RowBatch, waiting: deque[Row]) -> bool:
 def _make_rows(prompts: Prompts, options: DecodeOptions) -> list[Row]:
     """Rows for all prompts, the longest prompt first so that neighbours are of like length."""
     rows = []
+    seen: Counter[tuple[int, ...]] = Counter()
     for index, prompt in enumerate(prompts):
         room = options.max_new_tokens if options.max_len is None else options.max_len - len(prompt)
         if not len(prompt):
@@ -134,5 +135,7 @@ def _make_rows(prompts: Prompts, options: DecodeOptions) -> list[Row]:
                 fix="shorten it",
             )
         ids = tuple(int(token) for token in prompt)
-        rows.append(Row(index, ids, min(room, options.max_new_tokens), Random(f"{options.seed}:{ids}")))
+        again = f":{seen[ids]}" if seen[ids] else ""
+        rows.append(Row(index, ids, min(room, options.max_new_tokens), Random(f"{options.seed}:{ids}{again}")))
+        seen[ids] += 1
     return sorted(rows, key=lambda row: -len(row.prompt))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from helixctl.data.prompts import BadPrompt, read_prompts
 from helixctl.data.store import Store
 from helixctl.decoding.decoded import DecodeOptions, accept_len
-from helixctl.decoding.policy import DraftPolicy
+from helixctl.decoding.policy import DraftCall, DraftPolicy
 from helixctl.decoding.speculative import decode_speculative
 from helixctl.errors import DataError
 from helixctl.models.shared import SharedWeights
@@ -139,9 +139,9 @@ class ShuffledFeatures:
             destination[valid] = flat[order.to(flat.device)].view(-1, width)
         self._policy.extend(mixed, positions, valid)
 
-    def draft(self, anchor_ids: Tensor, positions: Tensor) -> Tensor:
+    def draft(self, anchor_ids: Tensor, positions: Tensor, call: DraftCall) -> Tensor:
         """As the drafter's own."""
-        return self._policy.draft(anchor_ids, positions)
+        return self._policy.draft(anchor_ids, positions, call)
 
 
 def make_policy(plan: Plan, model: nn.Module, shared: SharedWeights) -> DraftPolicy:

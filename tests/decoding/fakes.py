@@ -24,6 +24,10 @@ class FakeCache:
     def put(self, rows, other):
         self.ids[rows, : other.ids.shape[1]] = other.ids
 
+    def expect(self, length):
+        assert length <= self.ids.shape[1]
+        self.expected = length
+
 
 class FakeTarget:
     """Features of a token: [position, id, next token], so that a fake drafter can check what it is given."""
@@ -54,6 +58,7 @@ class FakeTarget:
     def decode_step(self, input_ids, positions, cache, logits_at=None):
         assert input_ids.shape == positions.shape and input_ids.shape[0] == cache.ids.shape[0]
         self.calls.append(tuple(input_ids.shape))
+        assert getattr(cache, "expected", None) in (None, int(positions.max()) + 1)
         cache.ids.scatter_(1, positions, input_ids)
         next_ids = torch.zeros_like(input_ids)
         for r, row in enumerate(positions.tolist()):
@@ -97,15 +102,15 @@ class FakePolicy:
             if keep.any():
                 self.filled[r] = int(positions[r, keep].max()) + 1
 
-    def draft(self, anchor_ids, positions):
+    def draft(self, anchor_ids, positions, call):
         assert anchor_ids.shape == positions.shape == (len(self.filled),)
+        assert call.size <= self.block_size and call.length == int(positions.max())
         self.num_drafts += 1
-        return torch.tensor(
-            [self._row(*row) for row in enumerate(zip(anchor_ids.tolist(), positions.tolist(), strict=True))]
-        )
+        drafts = [self._row(r, *a) for r, a in enumerate(zip(anchor_ids.tolist(), positions.tolist(), strict=True))]
+        logits = torch.nn.functional.one_hot(torch.tensor(drafts), self.target.vocab_size).float()
+        return call.choose(logits[:, : call.size - 1])
 
-    def _row(self, r, anchor):
-        token, position = anchor
+    def _row(self, r, token, position):
         prefix = [*self.context[r, :position].tolist(), token]
         assert HOLE not in prefix
         drafts: list[int] = []
@@ -114,6 +119,63 @@ class FakePolicy:
             other = (best + 1) % self.target.vocab_size if self.wrong is None else self.wrong
             drafts.append(best if self.right(self.rng, j) else other)
         return drafts
+
+
+class ChainTarget:
+    """Really random: the next token's logits hang on the last two tokens. Many rows cost little."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, vocab_size=4, seed=0):
+        self.vocab_size = vocab_size
+        self.table = torch.randn(vocab_size, vocab_size, vocab_size, generator=torch.Generator().manual_seed(seed)) * 2
+
+    def new_cache(self, num_rows, max_len):
+        return FakeCache(num_rows, max_len)
+
+    def decode_step(self, input_ids, positions, cache, logits_at=None):
+        cache.ids.scatter_(1, positions, input_ids)
+        before = cache.ids.gather(1, (positions - 1).clamp(min=0))
+        assert (before != HOLE).all()
+        logits = self.table[before, input_ids]
+        if logits_at is not None:
+            logits = logits[torch.arange(len(logits)), logits_at].unsqueeze(1)
+        return logits, []
+
+    def sequence_probabilities(self, prompt, num_tokens, shares):
+        """Every answer of so many tokens with its probability, by enumeration; `shares` turns logits into them."""
+        found: dict[tuple[int, ...], float] = {(): 1.0}
+        for _ in range(num_tokens):
+            longer: dict[tuple[int, ...], float] = {}
+            for answer, weight in found.items():
+                one, two = [*prompt, *answer][-2:]
+                for token, share in enumerate(shares(self.table[one, two]).tolist()):
+                    longer[(*answer, token)] = weight * share
+            found = longer
+        return found
+
+
+class ChainPolicy:
+    """Drafts from a table of its own: all slots at once, or one after the other, each given the one before."""
+
+    def __init__(self, vocab_size=4, block_size=4, seed=1, one_by_one=False):
+        self.block_size = block_size
+        self.table = torch.randn(block_size - 1, vocab_size, vocab_size, generator=torch.Generator().manual_seed(seed))
+        self.one_by_one = one_by_one
+
+    def start(self, num_rows, max_len):
+        pass
+
+    def extend(self, features, positions, valid):
+        pass
+
+    def draft(self, anchor_ids, positions, call):
+        if not self.one_by_one:
+            return call.choose(self.table[: call.size - 1, anchor_ids].transpose(0, 1))
+        drafts = [anchor_ids]
+        for slot in range(call.size - 1):
+            drafts.append(call.choose(self.table[slot, drafts[-1]][:, None])[:, 0])
+        return torch.stack(drafts[1:], dim=1)
 
 
 def perfect(rng, j):

@@ -32,7 +32,7 @@ class OraclePolicy:
             for row in range(len(valid)):
                 mine[row, positions[row, valid[row]]] = new[row, valid[row]]
 
-    def draft(self, anchor_ids, positions):
+    def draft(self, anchor_ids, positions, call):
         return torch.stack([self._row(*row) for row in enumerate(zip(anchor_ids, positions, strict=True))])
 
     def _row(self, row, anchor):

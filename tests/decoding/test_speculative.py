@@ -122,16 +122,14 @@ def test_a_smaller_block_than_the_drafters_own():
     options = DecodeOptions(max_new_tokens=7, block_size=3)
     [one] = decode_speculative(target, FakePolicy(target, 6, perfect), [[1, 2]], options)
     assert one.accepted == (3, 3)
-    with pytest.raises(UsageError, match="larger than the drafter's"):
+    with pytest.raises(UsageError, match="not between 2 and the drafter's own"):
         decode_speculative(target, FakePolicy(target, 2, perfect), [[1]], options)
 
 
-def test_speculative_sampling_is_refused():
+def test_a_block_that_drafts_nothing_is_refused():
     target = FakeTarget()
-    with pytest.raises(UsageError, match="greedy"):
-        decode_speculative(
-            target, FakePolicy(target, 2, perfect), [[1]], DecodeOptions(max_new_tokens=2, temperature=1.0)
-        )
+    with pytest.raises(UsageError, match="not between 2 and"):
+        decode_speculative(target, FakePolicy(target, 2, perfect), [[1]], DecodeOptions(max_new_tokens=2, block_size=1))
 
 
 @pytest.mark.parametrize(("prompt", "message"), [([], "is empty"), ([1, 2, 3], "limit is 3")])

@@ -66,7 +66,7 @@ def test_a_broken_proof_fails_under_its_own_name(fresh: Path, monkeypatch) -> No
     def shifted(*arguments: Any) -> Any:
         policy: Any = make_policy(*arguments)
         draft = policy.draft_logits
-        policy.draft_logits = lambda ids, positions: draft(ids, positions + 1)
+        policy.draft_logits = lambda ids, positions, **how: draft(ids, positions + 1, **how)
         return policy
 
     monkeypatch.setattr(proofs, "make_policy", shifted)

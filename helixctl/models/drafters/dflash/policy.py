@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from helixctl.decoding.policy import DraftCall
 from helixctl.models.drafters._attention import KeyValue
 from helixctl.models.drafters._head import head_logits, make_head
 from helixctl.models.drafters.dflash.model import DFlashDraftModel
@@ -19,7 +20,7 @@ from helixctl.models.shared import SharedWeights
 
 
 class DFlashPolicy:
-    """Greedy drafts of B-1 tokens.
+    """Drafts of B-1 tokens, all slots at once, each from its own distribution.
 
     Weights are a snapshot taken when the policy is made, in the type of the target's head and on its device.
     A cached key at position j is visible to a block whose anchor stands at p iff j < p. So taking back rejected
@@ -50,18 +51,21 @@ class DFlashPolicy:
             for side, store in zip(new, cached, strict=True):
                 store[rows, place] = side
 
-    def draft(self, anchor_ids: Tensor, positions: Tensor) -> Tensor:
-        """Tokens [R, B-1] that follow ``anchor_ids`` [R], which stand at ``positions`` [R]."""
-        return self.draft_logits(anchor_ids, positions).max(dim=-1).indices  # argmax is 5 x slower in bfloat16 on a CPU
+    def draft(self, anchor_ids: Tensor, positions: Tensor, call: DraftCall) -> Tensor:
+        """Tokens [R, call.size - 1] that follow ``anchor_ids`` [R], which stand at ``positions`` [R]."""
+        return call.choose(self.draft_logits(anchor_ids, positions, size=call.size, length=call.length))
 
     @torch.no_grad()
-    def draft_logits(self, anchor_ids: Tensor, positions: Tensor) -> Tensor:
-        """Logits [R, B-1, V] of slots 1..B-1."""
-        rows, size, model = anchor_ids.shape[0], self.block_size, self._model
+    def draft_logits(
+        self, anchor_ids: Tensor, positions: Tensor, *, size: int | None = None, length: int | None = None
+    ) -> Tensor:
+        """Logits [R, B-1, V] of slots 1..B-1; ``size``: of a block of so many slots; ``length``: see ``DraftCall``."""
+        rows, model = anchor_ids.shape[0], self._model
+        size = self.block_size if size is None else size
         ids = torch.full((rows, size), model.options.mask_token_id, device=anchor_ids.device)
         ids[:, 0] = anchor_ids
         slots = positions[:, None] + torch.arange(size, device=positions.device)  # [R, B]
-        length = int(positions.max())  # a wait, once per drafted block: keys beyond it are not read at all
+        length = int(positions.max()) if length is None else length  # a wait; keys beyond it are not read at all
         contexts = [(keys[:, :length], values[:, :length]) for keys, values in self._cache]
         visible = torch.arange(length, device=positions.device) < positions[:, None]  # [R, length]
         attention = _CachedAttention(F.pad(visible, (0, size), value=True)[:, None, None])

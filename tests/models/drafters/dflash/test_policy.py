@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from helixctl.decoding.greedy import best_tokens
+from helixctl.decoding.policy import DraftCall
 from helixctl.models.drafters.dflash import plugin
 from tests.models.drafters.dflash.builders import make_model, make_shared, make_slot
 
@@ -25,7 +27,10 @@ def test_block_logits_of_training_equal_those_of_decoding():
         done = anchor
         logits = policy.draft_logits(slot.input_ids[:, anchor], torch.tensor([anchor]))
         torch.testing.assert_close(logits, trained[:, place], rtol=1e-4, atol=1e-4)
-        assert torch.equal(policy.draft(slot.input_ids[:, anchor], torch.tensor([anchor])), logits.argmax(-1))
+        drafts = policy.draft(
+            slot.input_ids[:, anchor], torch.tensor([anchor]), DraftCall(logits.shape[1] + 1, best_tokens)
+        )
+        assert torch.equal(drafts, logits.argmax(-1))
 
 
 def test_rows_at_different_positions_and_taken_back_tokens():
@@ -66,3 +71,19 @@ def test_policy_is_a_snapshot_in_the_targets_type():
     assert logits[1].dtype == torch.bfloat16
     assert F.cosine_similarity(logits[0].flatten(), logits[1].float().flatten(), dim=0) > 0.99
     assert model.fc.weight.dtype == torch.float32
+
+
+def test_a_shorter_block_is_what_a_drafter_of_that_size_would_see():
+    """Decoding with fewer slots, as an engine does: not the first slots of the whole block."""
+    slot, shared = make_slot([[30]], 30, [[12]]), make_shared()
+    model = make_model()
+    whole, short = plugin.policy(model, shared), plugin.policy(make_model(block_size=3), shared)
+    logits = []
+    for policy in (whole, short):
+        policy.start(1, 30)
+        positions = torch.arange(12)[None]
+        policy.extend(row_features(slot, 0, 12), positions, positions >= 0)
+        logits.append(policy.draft_logits(slot.input_ids[:, 12], torch.tensor([12]), size=3, length=15))
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-5, atol=1e-5)
+    assert logits[0].shape[1] == 2
+    assert not torch.allclose(logits[0], whole.draft_logits(slot.input_ids[:, 12], torch.tensor([12]))[:, :2])
