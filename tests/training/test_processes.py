@@ -9,14 +9,18 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from helixctl.checkpoint.store import load_checkpoint
 from tests.fork_server import ENVIRONMENT, ROOT, Child, ForkServer, fork_server
+from tests.training.hosts import LOOPBACK as ONE_HOST
+from tests.training.hosts import Host, can_make_hosts, two_hosts
 from tests.training.worlds import make_world, tensors_equal
 
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
@@ -194,28 +198,52 @@ def test_several_drafters_resume_bit_for_bit(server: ForkServer, recipe: Path) -
     assert tensors_equal(final(folder / "whole", 20), final(folder / "killed", 20))
 
 
-def torchrun(recipe: Path, name: str, *options: str, more: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+def torchrun(
+    recipe: Path, name: str, *options: str, more: tuple[str, ...] = (), host: Host = ONE_HOST[0]
+) -> subprocess.Popen[str]:
     program = ["-m", "helixctl", "train", str(recipe), *settings(recipe.parent, name, *more), "--resume"]
     return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", *options, *program],
+        [*host.words, sys.executable, "-m", "torch.distributed.run", *options, *program],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, **ENVIRONMENT, **LOOPBACK},
+        env={**os.environ, **ENVIRONMENT, **LOOPBACK, **host.environment},
     )
 
 
+@pytest.fixture
+def hosts() -> Iterator[tuple[Host, ...]]:
+    with two_hosts() if can_make_hosts() else nullcontext(ONE_HOST) as made:
+        yield made
+
+
+def worker_of(agent: subprocess.Popen[str]) -> psutil.Process:
+    """The training process that an agent has started last."""
+    found = [child for child in psutil.Process(agent.pid).children(recursive=True) if "helixctl" in child.cmdline()]
+    return max((child for child in found if "torch.distributed.run" not in child.cmdline()), key=lambda c: c.pid)
+
+
 @pytest.mark.slow
-def test_two_agents_that_meet_at_a_rendezvous_are_one_run(server: ForkServer, recipe: Path) -> None:
-    folder = recipe.parent
-    succeed(start(server, recipe, "alone", 1, "train.grad_accum_steps=2"))
-    meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=test"]
-    options = ["--nnodes=2", "--nproc-per-node=1", "--local-addr=127.0.0.1", *meeting]
-    agents = [torchrun(recipe, "hosts", *options) for _ in range(2)]
+def test_two_hosts_that_lose_a_rank_start_again_and_take_the_same_steps(
+    server: ForkServer, recipe: Path, hosts: tuple[Host, ...]
+) -> None:
+    folder, steps = recipe.parent, "train.steps=200"
+    succeed(start(server, recipe, "whole", 2, steps))
+    meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={hosts[0].address}:{free_port()}", "--rdzv-id=test"]
+    options = ["--nnodes=2", "--nproc-per-node=1", "--max-restarts=2", *meeting]
+    agents = [
+        torchrun(recipe, "hosts", *options, f"--local-addr={host.address}", more=(steps,), host=host) for host in hosts
+    ]
+    run_dir = folder / "hosts"
+    while not (run_dir / "metrics.jsonl").exists() or len(whole_lines(run_dir)) < 5:
+        assert all(agent.poll() is None for agent in agents), "\n".join(agent.communicate()[0] for agent in agents)
+    worker_of(agents[1]).kill()
     outputs = [agent.communicate(timeout=120)[0] for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], "\n".join(outputs)
-    assert_same_run(folder / "alone", folder / "hosts")
+    assert "is gone" in outputs[0] + outputs[1] or "broke" in outputs[0] + outputs[1], "\n".join(outputs)
+    assert tensors_equal(final(folder / "whole", 200), final(run_dir, 200))
+    assert metrics(folder / "whole") == metrics(run_dir)
 
 
 @pytest.mark.slow
