@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,22 @@ from pydantic import BaseModel, ValidationError
 
 from helixctl.errors import Problem, RecipeError, UsageError
 from helixctl.plugins import DRAFTERS, FORMATS, SINKS, load_plugin, plugin_names, suggest
+from helixctl.recipe import causal_lm
+from helixctl.recipe.causal_lm import CausalLMRecipe, StageOptions
 from helixctl.recipe.explain import Checked, all_keys, explain
-from helixctl.recipe.schema import DrafterOptions, Recipe
+from helixctl.recipe.schema import DrafterOptions, Recipe, SourceOptions
 from helixctl.recipe.source import Key, Source, dotted, read_source, write_yaml
 
 _HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
+_NAMES = {("target", "model"), ("model", "checkpoint"), ("model", "tokenizer")}
+"""Keys that hold a folder or a hub name."""
+
+AnyRecipe = Recipe | CausalLMRecipe
 
 
-def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read, merge and check a recipe.
+def load_any_recipe(path: Path, overrides: Sequence[str] = ()) -> AnyRecipe:
+    """Read, merge and check a recipe; `kind` says of what.
 
     Args:
         path: YAML file.
@@ -39,13 +46,24 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     if not source.data:
         raise RecipeError(source.problems or [Problem("recipe", "the file is empty", source.name)])
     _resolve_paths(source, path.resolve().parent)
-    drafter = _check_drafter(source)
-    recipe = _check_recipe(source)
-    if recipe is not None:
-        source.problems += _check_together(recipe, drafter, source)
+    is_lm = source.data.get("kind") == "causal_lm"
+    recipe = _load_causal_lm(source) if is_lm else _load_drafter(source)
     if source.problems or recipe is None:
         raise RecipeError(sorted(source.problems, key=lambda problem: _line(problem, source)))
-    return recipe.model_copy(update={"drafter": drafter})
+    return recipe
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """`load_any_recipe`, for what only drafters have.
+
+    Raises:
+        RecipeError: see there; or the recipe is of another kind.
+    """
+    recipe = load_any_recipe(path, overrides)
+    if not isinstance(recipe, Recipe):
+        text = f"is {recipe.kind}, and only drafters have this"
+        raise locate(RecipeError([Problem("kind", text, fix="use the recipe of a drafter")]), path, overrides)
+    return recipe
 
 
 def locate(error: RecipeError, path: Path, overrides: Sequence[str] = ()) -> RecipeError:
@@ -53,20 +71,20 @@ def locate(error: RecipeError, path: Path, overrides: Sequence[str] = ()) -> Rec
     source = read_source(path, tuple(overrides))
     told = []
     for p in error.problems:
-        key: Key = tuple(int(part) if part.isdecimal() else part for part in p.key.split("."))
-        told.append(Problem(p.key, p.message, p.where or source.where(key), p.fix))
+        told.append(replace(p, where=p.where or source.where(_key(p.key))))
     return RecipeError(told)
 
 
-def dump_recipe(recipe: Recipe) -> str:
+def dump_recipe(recipe: AnyRecipe) -> str:
     """YAML text that loads back equal, from any folder: paths are absolute by now."""
     return write_yaml(recipe.model_dump(mode="json"))
 
 
 def recipe_schema() -> dict[str, Any]:
-    """JSON Schema (draft 2020-12) of a recipe; `drafter` is one of the installed algorithms' options."""
-    schema = Recipe.model_json_schema()
-    definitions = schema.setdefault("$defs", {})
+    """JSON Schema (draft 2020-12) of recipes of either kind; `drafter` is one of the installed algorithms' options."""
+    schema, other = Recipe.model_json_schema(), CausalLMRecipe.model_json_schema()
+    definitions = {**schema.pop("$defs", {}), **other.pop("$defs", {}), "drafter": schema, "causal_lm": other}
+    other["required"] = ["kind", *other["required"]]
     choices = []
     for name in plugin_names(DRAFTERS):
         part = _options_class(name).model_json_schema(ref_template=f"#/$defs/{name}.{{model}}")
@@ -75,7 +93,12 @@ def recipe_schema() -> dict[str, Any]:
         definitions[name] = part
         choices.append({"$ref": f"#/$defs/{name}"})
     schema["properties"]["drafter"] = {"description": "The drafter's own options.", "oneOf": choices}
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+    kinds = [{"$ref": "#/$defs/drafter"}, {"$ref": "#/$defs/causal_lm"}]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "oneOf": kinds, "$defs": definitions}
+
+
+def _key(name: str) -> Key:
+    return tuple(int(part) if part.isdecimal() else part for part in name.split("."))
 
 
 def _line(problem: Problem, source: Source) -> tuple[int, int]:
@@ -88,6 +111,34 @@ def _options_class(algorithm: str) -> type[DrafterOptions]:
     options: type[DrafterOptions] = load_plugin(DRAFTERS, algorithm, "options").Options
     assert issubclass(options, DrafterOptions), f"{algorithm}: Options must extend DrafterOptions"
     return options
+
+
+def _load_drafter(source: Source) -> Recipe | None:
+    drafter = _check_drafter(source)
+    recipe = _check_recipe(source)
+    if recipe is None:
+        return None
+    source.problems += _check_together(recipe, drafter, source)
+    return recipe.model_copy(update={"drafter": drafter})
+
+
+def _load_causal_lm(source: Source) -> CausalLMRecipe | None:
+    checked = Checked(source, CausalLMRecipe, (), (*all_keys(CausalLMRecipe), *all_keys(StageOptions, "stages.0.")))
+    recipe = _validate(source.data, checked)
+    if not isinstance(recipe, CausalLMRecipe):
+        return None
+    for problem in causal_lm.check_together(recipe):
+        source.problems.append(replace(problem, where=source.where(_key(problem.key))))
+    sources: list[tuple[Key, tuple[SourceOptions, ...]]] = [
+        (("data", "train"), recipe.data.train),
+        (("data", "validation", "sources"), recipe.data.validation.sources),
+    ]
+    for i, stage in enumerate(recipe.stages):
+        if stage.data is not None:
+            sources.append((("stages", i, "data", "train"), stage.data.train))
+            sources.append((("stages", i, "data", "validation", "sources"), stage.data.validation.sources))
+    source.problems += _check_plugins(recipe.metrics.sinks, sources, source)
+    return recipe
 
 
 def _check_drafter(source: Source) -> DrafterOptions | None:
@@ -141,7 +192,15 @@ def _path_keys(data: dict[str, Any]) -> Iterator[tuple[Key, bool]]:
     yield ("compile", "cache"), False
     yield ("drafter", "init_from"), True
     yield ("data", "regenerate", "prompts"), True
-    for sources in (("data", "train"), ("data", "validation", "sources")):
+    yield ("model", "config"), True
+    yield ("model", "checkpoint"), True
+    yield ("model", "tokenizer"), True
+    sections: list[Key] = [("data",)]
+    stages = data.get("stages")
+    for i in range(len(stages) if isinstance(stages, list) else 0):
+        yield ("stages", i, "data", "store"), True
+        sections.append(("stages", i, "data"))
+    for sources in (key for section in sections for key in ((*section, "train"), (*section, "validation", "sources"))):
         listed = _get(data, sources)
         for i in range(len(listed) if isinstance(listed, list) else 0):
             yield (*sources, i, "path"), True
@@ -152,7 +211,7 @@ def _get(data: Any, key: Key) -> Any:
         if isinstance(data, dict):
             data = data.get(part)
         elif isinstance(data, list) and isinstance(part, int):
-            data = data[part]
+            data = data[part] if part < len(data) else None
         else:
             return None
     return data
@@ -168,7 +227,7 @@ def _resolve_paths(source: Source, folder: Path) -> None:
         base = Path.cwd() if source.set_by_option(key) else folder
         if not text:
             source.problems.append(Problem(dotted(key), "is empty", source.where(key), "write a path"))
-        elif key != ("target", "model") or _is_folder(text, base):
+        elif key not in _NAMES or _is_folder(text, base):
             text = os.path.normpath(base / text)
         _get(source.data, key[:-1])[key[-1]] = text
 
@@ -208,14 +267,20 @@ def _check_together(recipe: Recipe, drafter: DrafterOptions | None, source: Sour
     if start and not (start / "config.json").is_file():
         where = source.where(("drafter", "init_from"))
         yield Problem("drafter.init_from", f"{start} holds no config.json", where, "name a published drafter's folder")
-    yield from _check_plugins(recipe, source)
+    sources = [
+        (("data", "train"), recipe.data.train),
+        (("data", "validation", "sources"), recipe.data.validation.sources),
+    ]
+    yield from _check_plugins(recipe.metrics.sinks, sources, source)
 
 
-def _check_plugins(recipe: Recipe, source: Source) -> Iterator[Problem]:
+def _check_plugins(
+    sinks: Sequence[str], sources: Sequence[tuple[Key, Sequence[SourceOptions]]], source: Source
+) -> Iterator[Problem]:
     used: list[tuple[str, Key, str]] = []
-    for where, listed in ((("train",), recipe.data.train), (("validation", "sources"), recipe.data.validation.sources)):
-        used += [(FORMATS, ("data", *where, i, "format"), options.format) for i, options in enumerate(listed)]
-    used += [(SINKS, ("metrics", "sinks", i), name) for i, name in enumerate(recipe.metrics.sinks)]
+    for where, listed in sources:
+        used += [(FORMATS, (*where, i, "format"), options.format) for i, options in enumerate(listed)]
+    used += [(SINKS, ("metrics", "sinks", i), name) for i, name in enumerate(sinks)]
     for package, key, name in used:
         known = plugin_names(package)
         if name not in known:

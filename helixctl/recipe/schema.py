@@ -93,8 +93,8 @@ class RegenerateOptions(Section):
     """Temperature of the further answers."""
 
 
-class DataOptions(Section):
-    """Documents in, rows out."""
+class StoreOptions(Section):
+    """Documents in, a store of tokens out."""
 
     train: tuple[SourceOptions, ...] = Field(min_length=1)
     """Sources of training documents."""
@@ -103,30 +103,31 @@ class DataOptions(Section):
     store: Path
     """Folder that `prepare` writes and `train` reads."""
     seq_len: PositiveInt = 2048
-    """Tokens per row; longer documents are cut here."""
-    packing: bool = True
-    """Several documents per row; off: one document per row."""
+    """Tokens per row; a drafter's documents are cut here."""
     mask_policy: Literal["all_turns", "last_turn"] = "all_turns"
     """Which assistant turns are supervised."""
-    regenerate: RegenerateOptions = RegenerateOptions()
-    """Options of `prepare --regenerate`."""
     workers: NonNegativeInt = 2
     """Processes that `prepare` uses (started by spawn); 0 works in this process."""
     max_dropped: Fraction = 0.5
     """`prepare` fails when a larger share of documents is dropped."""
 
 
-class TrainOptions(Section):
-    """The optimizer loop. A step is always an optimizer step."""
+class DataOptions(StoreOptions):
+    """Documents in, rows out."""
+
+    packing: bool = True
+    """Several documents per row; off: one document per row."""
+    regenerate: RegenerateOptions = RegenerateOptions()
+    """Options of `prepare --regenerate`."""
+
+
+class ScheduleOptions(Section):
+    """How long, and with which learning rates. A step is always an optimizer step."""
 
     epochs: PositiveInt | None = None
     """Passes over the training documents; give epochs or steps."""
     steps: PositiveInt | None = None
     """Optimizer steps; give epochs or steps."""
-    micro_batch_rows: PositiveInt = 1
-    """Rows that go through the pipeline together."""
-    grad_accum_steps: PositiveInt = 1
-    """Micro-batches per drafter and step."""
     learning_rate: PositiveFloat = 6.0e-4
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
@@ -137,6 +138,15 @@ class TrainOptions(Section):
     """Share of the steps that wsd spends falling."""
     min_lr_ratio: Fraction = 0.0
     """Final learning rate over the peak."""
+
+
+class StepOptions(Section):
+    """What one optimizer step is made of."""
+
+    micro_batch_rows: PositiveInt = 1
+    """Rows that go through the pipeline together."""
+    grad_accum_steps: PositiveInt = 1
+    """Micro-batches per training loop and step."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """AdamW's moment decays."""
     weight_decay: NonNegativeFloat = 0.0
@@ -144,7 +154,7 @@ class TrainOptions(Section):
     max_grad_norm: PositiveFloat = 1.0
     """Gradient clipping threshold, over all parameters."""
     compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """The drafter's matrix products; masters are always float32. auto: bfloat16 where the hardware has it."""
+    """Matrix products of what is trained; masters are always float32. auto: bfloat16 where the hardware has it."""
     max_bad_steps: PositiveInt = 3
     """Stop after this many consecutive steps whose loss or gradient norm is not finite."""
     max_bad_fraction: Fraction = 0.01
@@ -153,42 +163,56 @@ class TrainOptions(Section):
     """Steps per logged window."""
 
 
-class ValidationOptions(Section):
+class TrainOptions(ScheduleOptions, StepOptions):
+    """The optimizer loop. A step is always an optimizer step."""
+
+
+class PassOptions(Section):
     """Validation during training, and the defaults of `helixctl validate`."""
 
     every_steps: NonNegativeInt = 500
     """0 turns it off."""
     rows: PositiveInt = 64
     """Rows per pass, rounded up to whole micro-batches."""
-    live_prompts: NonNegativeInt = 8
-    """Prompts decoded by `validate`, taken from the held-out documents."""
     max_new_tokens: PositiveInt = 128
     """Longest decoded answer, in tokens."""
-    batch_size: PositiveInt = 8
-    """Prompts decoded together."""
     num_workers: NonNegativeInt = 0
     """Reserved for loaders that use processes; validation reads the store with threads."""
 
 
-class PipelineOptions(Section):
-    """Which devices run what, and how far the stages may run ahead."""
+class ValidationOptions(PassOptions):
+    """Validation during training, and the defaults of `helixctl validate`."""
 
-    targets: Auto | tuple[str, ...] = "auto"
-    """Devices of the target loops, e.g. [cuda:0, cuda:1]."""
-    drafters: Auto | tuple[str, ...] = "auto"
-    """Devices of the drafter loops."""
+    live_prompts: NonNegativeInt = 8
+    """Prompts decoded by `validate`, taken from the held-out documents."""
+    batch_size: PositiveInt = 8
+    """Prompts decoded together."""
+
+
+class LoopOptions(Section):
+    """How far the stages may run ahead, and how long they may stand still."""
+
     readers: PositiveInt = 1
     """Reader threads."""
-    transport: Literal["auto", "peer", "pinned"] = "auto"
-    """How features cross devices."""
     slots: Auto | PositiveInt = "auto"
-    """Input buffers per drafter; auto: the smallest number that never stalls."""
+    """Input buffers per training loop; auto: the smallest number that never stalls."""
     stall_timeout_s: PositiveFloat = 300.0
     """A run without any progress for this long ends with a report."""
     start_timeout_s: PositiveFloat = 1800.0
     """Longest time for loading, compiling and warming up."""
     threads: Auto | PositiveInt = "auto"
     """CPU threads of each compute stage on a CPU run."""
+
+
+class PipelineOptions(LoopOptions):
+    """Which devices run what, and how far the stages may run ahead."""
+
+    targets: Auto | tuple[str, ...] = "auto"
+    """Devices of the target loops, e.g. [cuda:0, cuda:1]."""
+    drafters: Auto | tuple[str, ...] = "auto"
+    """Devices of the drafter loops."""
+    transport: Literal["auto", "peer", "pinned"] = "auto"
+    """How features cross devices."""
 
 
 class CompileOptions(Section):
@@ -220,21 +244,31 @@ class MetricsOptions(Section):
     """Plug-ins in metrics/sinks."""
 
 
-class Recipe(Section):
-    """What the user wrote, checked. `drafter` holds the options object of the chosen plug-in."""
+class RecipeSections(Section):
+    """Sections of every recipe, whatever is trained."""
+
+    run: RunOptions
+    compile: CompileOptions = CompileOptions()
+    metrics: MetricsOptions = MetricsOptions()
+
+
+class Recipe(RecipeSections):
+    """What the user wrote, checked, for a drafter. `drafter` holds the options object of the chosen plug-in."""
 
     kind: Literal["drafter"] = "drafter"
     """What is trained."""
-    run: RunOptions
     target: TargetOptions
     data: DataOptions
     drafter: Any
     train: TrainOptions = TrainOptions()
     validation: ValidationOptions = ValidationOptions()
     pipeline: PipelineOptions = PipelineOptions()
-    compile: CompileOptions = CompileOptions()
     checkpoint: CheckpointOptions = CheckpointOptions()
-    metrics: MetricsOptions = MetricsOptions()
+
+    @property
+    def text_model(self) -> TargetOptions:
+        """Whose tokenizer makes tokens of documents."""
+        return self.target
 
 
 class DrafterOptions(Section):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from helixctl.errors import Problem, RecipeError
 from helixctl.plugins import DRAFTERS, plugin_names
+from helixctl.recipe.causal_lm import CausalLMRecipe
 from helixctl.recipe.load import dump_recipe, load_recipe, locate, recipe_schema
 from helixctl.recipe.schema import Recipe
 
@@ -220,8 +221,13 @@ def test_dump_loads_back_equal(tmp_path_factory, learning_rate, seed, compile_, 
 
 def test_schema_is_json_and_knows_every_algorithm():
     schema = json.loads(json.dumps(recipe_schema()))
-    assert set(schema["properties"]) == set(Recipe.model_fields)
-    names = {choice["$ref"].rsplit("/", 1)[1] for choice in schema["properties"]["drafter"]["oneOf"]}
+    kinds = {"drafter": Recipe, "causal_lm": CausalLMRecipe}
+    assert {choice["$ref"].rsplit("/", 1)[1] for choice in schema["oneOf"]} == set(kinds)
+    for kind, model in kinds.items():
+        assert set(schema["$defs"][kind]["properties"]) == set(model.model_fields)
+    assert "kind" in schema["$defs"]["causal_lm"]["required"]
+    drafter = schema["$defs"]["drafter"]["properties"]["drafter"]
+    names = {choice["$ref"].rsplit("/", 1)[1] for choice in drafter["oneOf"]}
     assert names == set(plugin_names(DRAFTERS))
     for name in names:
         assert schema["$defs"][name]["properties"]["algorithm"]["const"] == name
