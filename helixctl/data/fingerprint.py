@@ -10,16 +10,19 @@ from transformers import PreTrainedTokenizerBase
 
 from helixctl.data.store import Store, TokenizerInfo
 from helixctl.errors import DataError, ModelError
-from helixctl.models.tokenizer import load_tokenizer
+from helixctl.models.tokenizer import HelixTokenizer, load_tokenizer
+from helixctl.recipe.causal_lm import ModelOptions
 from helixctl.recipe.schema import TargetOptions
 
 
-def load_fast_tokenizer(options: TargetOptions) -> PreTrainedTokenizerBase:
-    """The target's tokenizer, which must know the characters behind every token.
+def load_fast_tokenizer(options: TargetOptions | ModelOptions) -> PreTrainedTokenizerBase:
+    """The tokenizer of a target, or that of a causal LM of one's own: one that knows the characters of every token.
 
     Raises:
         ModelError: there is none, or it is not a fast one.
     """
+    if isinstance(options, ModelOptions):
+        return HelixTokenizer(options.tokenizer_base)
     tokenizer = load_tokenizer(options)
     if not isinstance(tokenizer, PreTrainedTokenizerBase) or not tokenizer.is_fast:
         raise ModelError(f"{options.model} has no fast tokenizer (tokenizer.json)", fix="convert its tokenizer")
@@ -59,7 +62,7 @@ def check_tokenizer(store: Store, tokenizer: PreTrainedTokenizerBase) -> None:
     ]
     if differing:
         raise DataError(
-            f"the store {store.path} was made with another {' and another '.join(differing)} than the target's",
+            f"the store {store.path} was made with another {' and another '.join(differing)} than the recipe's",
             fix="run `helixctl prepare` again",
         )
 

@@ -28,7 +28,8 @@ from helixctl.data.store_writer import StoreWriter
 from helixctl.data.workers import Chunk, ChunkResult, open_workers
 from helixctl.errors import DataError
 from helixctl.plugins import FORMATS, load_plugin
-from helixctl.recipe.schema import DataOptions, Recipe, SourceOptions
+from helixctl.recipe.load import AnyRecipe
+from helixctl.recipe.schema import DataOptions, SourceOptions, StoreOptions
 
 Progress = Callable[[int, int, int], None]
 """Called with bytes read, bytes in all, documents kept."""
@@ -77,24 +78,24 @@ class Sample:
     supervised: list[bool]
 
 
-def prepare(recipe: Recipe, *, on_progress: Progress | None = None) -> PrepareResult:
-    """Read the recipe's sources and write its store; an old store is replaced when the new one is complete.
+def prepare(recipe: AnyRecipe, *, on_progress: Progress | None = None) -> PrepareResult:
+    """Read the sources of `recipe.data` and write its store; an old store is replaced when the new one is complete.
 
     Raises:
         DataError: a source cannot be read, nothing is left to train on, more is dropped than data.max_dropped allows,
             or the mask makes no sense; the old store stays as it was.
-        ModelError: the target has no usable tokenizer.
+        ModelError: there is no usable tokenizer.
     """
     started_at = time.monotonic()
     data = recipe.data
-    tokenizer = load_fast_tokenizer(recipe.target)
+    tokenizer = load_fast_tokenizer(recipe.text_model)
     sources = [_Source(options, "validation") for options in data.validation.sources]
     sources += [_Source(options, "train") for options in data.train]
     total_bytes = sum(source.reader.total_bytes for source in sources)
     options = DocumentOptions(data.mask_policy, data.validation.fraction)
     with (
         StoreWriter(data.store, describe_tokenizer(tokenizer)) as writer,
-        open_workers(data.workers, recipe.target, options) as process,
+        open_workers(data.workers, recipe.text_model, options) as process,
     ):
         tally = _Tally(writer, sources, lambda document: _show(document, tokenizer))
         for result in process(_chunks(sources)):
@@ -107,14 +108,14 @@ def prepare(recipe: Recipe, *, on_progress: Progress | None = None) -> PrepareRe
     return _result(data, tally, time.monotonic() - started_at)
 
 
-def samples(recipe: Recipe, num_samples: int) -> list[Sample]:
+def samples(recipe: AnyRecipe, num_samples: int) -> list[Sample]:
     """The first training documents of the recipe's store, token by token.
 
     Raises:
         DataError: no store, or one made with another tokenizer.
     """
     store = Store.open(recipe.data.store)
-    tokenizer = load_fast_tokenizer(recipe.target)
+    tokenizer = load_fast_tokenizer(recipe.text_model)
     check_tokenizer(store, tokenizer)
     train = store.split("train")
     return [
@@ -245,7 +246,7 @@ class _Tally:
         if example is not None and len(examples) < _NUM_EXAMPLES:
             examples.setdefault(example.detail, example.where)
 
-    def check(self, data: DataOptions) -> None:
+    def check(self, data: StoreOptions) -> None:
         """Raise a DataError when the sums or shares say that something is wrong."""
         splits = [self._writer.split_counts("train"), self._writer.split_counts("validation")]
         written = sum(split.documents for split in splits)
@@ -261,7 +262,7 @@ class _Tally:
             if source.supervised > _TOO_MUCH_SUPERVISED * max(source.tokens, 1):
                 share, shown = source.supervised / source.tokens, self._show(source.first)
                 text = f"{source.options.path}: {share:.1%} of the tokens are supervised, questions too: {shown}"
-                raise DataError(text, fix="correct the {% generation %} tags of the target's chat template")
+                raise DataError(text, fix="correct the {% generation %} tags of the chat template")
 
     def _reasons(self) -> str:
         lines: list[str] = []
@@ -301,11 +302,12 @@ def _show(document: Document | None, tokenizer: PreTrainedTokenizerBase) -> str:
     return repr(str(tokenizer.decode(document.input_ids[:100].tolist()))) if document else ""
 
 
-def _result(data: DataOptions, tally: _Tally, elapsed_s: float) -> PrepareResult:
+def _result(data: StoreOptions, tally: _Tally, elapsed_s: float) -> PrepareResult:
     store = Store.open(data.store)
     train: Split = store.split("train")
     splits = store.manifest.splits.values()
     tokens = sum(split.tokens for split in splits)
+    cuts = isinstance(data, DataOptions)  # a causal LM goes on with the next window
     return PrepareResult(
         store=store,
         read=tally.read,
@@ -315,7 +317,7 @@ def _result(data: DataOptions, tally: _Tally, elapsed_s: float) -> PrepareResult
         duplicates=tally.duplicates,
         tokens=tokens,
         supervised_share=sum(split.supervised for split in splits) / tokens,
-        num_truncated=train.num_truncated(data.seq_len),
-        num_left_out=train.num_documents - int(train.trainable(data.seq_len).size),
+        num_truncated=train.num_truncated(data.seq_len) if cuts else 0,
+        num_left_out=train.num_documents - int(train.trainable(data.seq_len).size) if cuts else 0,
         elapsed_s=elapsed_s,
     )

@@ -18,6 +18,7 @@ from helixctl.data.fingerprint import load_fast_tokenizer
 from helixctl.data.records import Bad, Piece
 from helixctl.errors import DataError
 from helixctl.plugins import FORMATS, load_plugin
+from helixctl.recipe.causal_lm import ModelOptions
 from helixctl.recipe.schema import SourceOptions, TargetOptions
 
 _CHUNKS_AHEAD = 2
@@ -50,7 +51,7 @@ ChunkMap = Callable[[Iterable[Chunk]], Iterator[ChunkResult]]
 
 
 @contextmanager
-def open_workers(num_workers: int, target: TargetOptions, options: DocumentOptions) -> Iterator[ChunkMap]:
+def open_workers(num_workers: int, model: TargetOptions | ModelOptions, options: DocumentOptions) -> Iterator[ChunkMap]:
     """A function that maps chunks to results in order; 0 workers: in this process.
 
     On leaving, chunks that have not begun are forgotten and the processes have ended. They are started by spawn, see
@@ -60,11 +61,11 @@ def open_workers(num_workers: int, target: TargetOptions, options: DocumentOptio
         DataError: a process died (usually for want of memory).
     """
     if num_workers == 0:
-        maker = DocumentMaker(load_fast_tokenizer(target), options)
+        maker = DocumentMaker(load_fast_tokenizer(model), options)
         yield lambda chunks: (make_documents(maker, chunk) for chunk in chunks)
         return
     executor = ProcessPoolExecutor(
-        num_workers, get_context("spawn"), initializer=_start_worker, initargs=(os.getpid(), target, options)
+        num_workers, get_context("spawn"), initializer=_start_worker, initargs=(os.getpid(), model, options)
     )
     try:
         yield lambda chunks: _map_in_order(executor, chunks, num_workers + _CHUNKS_AHEAD)
@@ -106,13 +107,13 @@ _maker: DocumentMaker | None = None
 """The one of this worker process; pools hand state to tasks in no other way."""
 
 
-def _start_worker(parent: int, target: TargetOptions, options: DocumentOptions) -> None:
+def _start_worker(parent: int, model: TargetOptions | ModelOptions, options: DocumentOptions) -> None:
     global _maker
     ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the line above
         os._exit(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _maker = DocumentMaker(load_fast_tokenizer(target), options)
+    _maker = DocumentMaker(load_fast_tokenizer(model), options)
 
 
 def _work(chunk: Chunk) -> ChunkResult:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from helixctl.errors import Problem, RecipeError
 from helixctl.plugins import DRAFTERS, plugin_names
@@ -221,7 +222,7 @@ def test_dump_loads_back_equal(tmp_path_factory, learning_rate, seed, compile_, 
 
 def test_schema_is_json_and_knows_every_algorithm():
     schema = json.loads(json.dumps(recipe_schema()))
-    kinds = {"drafter": Recipe, "causal_lm": CausalLMRecipe}
+    kinds: dict[str, type[BaseModel]] = {"drafter": Recipe, "causal_lm": CausalLMRecipe}
     assert {choice["$ref"].rsplit("/", 1)[1] for choice in schema["oneOf"]} == set(kinds)
     for kind, model in kinds.items():
         assert set(schema["$defs"][kind]["properties"]) == set(model.model_fields)
