@@ -179,6 +179,13 @@ class Split:
         """Supervised tokens of one document, bool [length]."""
         return self._mask[self._range(document)]
 
+    def last_tokens(self) -> NDArray[np.int64]:
+        """Last id of every document, int64 [num_documents]; -1 of an empty one."""
+        last = np.full(self.num_documents, -1, np.int64)
+        full = self.lengths > 0
+        last[full] = self._tokens[self.starts[full] + self.lengths[full] - 1]
+        return last
+
     def trainable(self, seq_len: int) -> NDArray[np.int64]:
         """Documents, int64 and ascending, that still have an eligible anchor once they are cut at ``seq_len``."""
         return np.flatnonzero(self.first_anchors + 1 < min(seq_len, np.iinfo(np.int32).max))

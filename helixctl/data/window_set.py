@@ -37,6 +37,9 @@ class Documents(Protocol):
     def lengths(self) -> NDArray[np.integer]:
         """Tokens of every document, [N]."""
 
+    def last_tokens(self) -> NDArray[np.int64]:
+        """Last id of every document, [N]; -1 of an empty one."""
+
     def piece(self, document: int) -> Piece:
         """Ids and mask of one document, without an added end."""
 
@@ -50,6 +53,12 @@ class ListedDocuments:
         self.lengths: NDArray[np.integer] = np.array([len(array) for array in arrays], np.int64)
         self._ends = np.cumsum(self.lengths)
         self._ids = np.concatenate(arrays).astype(np.uint32) if arrays else np.zeros(0, np.uint32)
+
+    def last_tokens(self) -> NDArray[np.int64]:
+        """See ``Documents``."""
+        last = np.full(self.lengths.size, -1, np.int64)
+        last[self.lengths > 0] = self._ids[self._ends[self.lengths > 0] - 1]
+        return last
 
     def piece(self, document: int) -> Piece:
         """See ``Documents``."""
@@ -70,6 +79,10 @@ class StoredDocuments:
     def lengths(self) -> NDArray[np.integer]:
         """See ``Documents``."""
         return self._split.lengths
+
+    def last_tokens(self) -> NDArray[np.int64]:
+        """See ``Documents``."""
+        return self._split.last_tokens()
 
     def piece(self, document: int) -> Piece:
         """See ``Documents``."""
@@ -94,7 +107,7 @@ class Windows:
         order = np.arange(lengths.size)
         if shuffle:
             order = np.random.default_rng([options.seed, options.stage, _DOCUMENTS_KEY]).permutation(order)
-        ended = np.array([self._is_ended(int(document)) for document in order], np.bool_)
+        ended = np.asarray(documents.last_tokens())[order] == options.eos_id
         self._order = order[lengths[order] > 0]
         sizes = (lengths[order] + ~ended)[lengths[order] > 0]
         self.counts: dict[str, int] = {SHORT: int((lengths == 0).sum()), TAIL: 0}
@@ -164,7 +177,3 @@ class Windows:
 
     def _piece(self, place: int) -> Piece:
         return with_end(*self._documents.piece(int(self._order[place])), self.options.eos_id)
-
-    def _is_ended(self, document: int) -> bool:
-        ids = self._documents.piece(document).input_ids
-        return bool(ids.size) and int(ids[-1]) == self.options.eos_id

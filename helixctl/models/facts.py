@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from helixctl.errors import ModelError
+from helixctl.recipe.causal_lm import ModelOptions
 from helixctl.recipe.schema import TargetOptions
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -19,6 +20,9 @@ _RECURRENT_TYPES = ("mamba", "rwkv", "jamba", "recurrent_gemma", "zamba", "bamba
 _RECURRENT_LAYERS = ("linear_attention", "mamba", "recurrent", "conv", "ssm")
 _FIX = "download the model, set target.model to its folder, or give `plan --target-config FILE`"
 _SCALED_LOGITS = ("logits_scaling", "logit_scale")
+_OLD_NAMES = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
+"""What GPT-2 and its relatives call them."""
+_OLD_NAMES |= {"max_position_embeddings": "n_positions", "intermediate_size": "n_inner"}
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,20 @@ def read_target_facts(options: TargetOptions) -> TargetFacts:
     return facts
 
 
+def read_model_facts(options: ModelOptions) -> TargetFacts:
+    """Facts of a model to be trained: from its configuration, or from the checkpoint that it begins with.
+
+    Raises:
+        ModelError: no configuration, or not one of a decoder.
+    """
+    if options.checkpoint is not None:
+        return read_target_facts(TargetOptions(model=options.checkpoint))
+    if isinstance(options.config, dict):
+        return _facts_of(options.config, {}, "model.config")
+    assert options.config is not None, "load.py checks that there is a config or a checkpoint"
+    return _read_facts(options.config / "config.json" if options.config.is_dir() else options.config)
+
+
 def target_parameters(facts: TargetFacts) -> int:
     """Weights of the whole target, norms and biases left out."""
     attention = facts.hidden_size * facts.head_dim * (2 * facts.num_heads + 2 * facts.num_kv_heads)
@@ -91,18 +109,21 @@ def target_parameters(facts: TargetFacts) -> int:
 
 
 def _read_facts(path: Path) -> TargetFacts:
-    raw = _read_json(path)
+    generation = path.with_name("generation_config.json")
+    return _facts_of(_read_json(path), _read_json(generation) if generation.is_file() else {}, path)
+
+
+def _facts_of(raw: dict[str, Any], generation: dict[str, Any], path: Path | str) -> TargetFacts:
     config = raw.get("text_config") or raw.get("llm_config") or raw
     if not isinstance(config, dict):
         raise ModelError(f"{path}: text_config is not a section", fix="name a model with a decoder")
+    config = {**{name: config[old] for name, old in _OLD_NAMES.items() if config.get(old)}, **config}
     for name in _SCALED_LOGITS:
         if config.get(name, 1) not in (1, None):
             message = f"{path}: {name} is {config[name]}; scaled logits are not supported"
             raise ModelError(message, fix="use another target")
-    generation = path.with_name("generation_config.json")
-    more = _read_json(generation) if generation.is_file() else {}
     try:
-        return _facts(raw, config, more)
+        return _facts(raw, config, generation)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         missing = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
         raise ModelError(f"{path} is not the configuration of a decoder: {missing}", fix="name a causal LM") from error
