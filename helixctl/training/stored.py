@@ -137,7 +137,7 @@ def checksum(features: Iterable[Tensor]) -> int:
     """CRC-32 of one document's features, K tensors [T, H] on the CPU, tap after tap."""
     value = 0
     for feature in features:
-        value = zlib.crc32(memoryview(feature.contiguous().view(torch.uint8).numpy()), value)
+        value = zlib.crc32(feature.contiguous().view(torch.uint8).numpy().data, value)
     return value
 
 
