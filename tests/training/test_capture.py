@@ -12,16 +12,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from helixctl.checkpoint.store import load_checkpoint
 from helixctl.data.store import Store
 from helixctl.data.stored_features import MANIFEST
 from helixctl.errors import DataError, Interrupted, RecipeError, StageFailed, UsageError
+from helixctl.machine import read_machine
 from helixctl.models.target import Target
+from helixctl.plan import make_plan
+from helixctl.recipe.load import load_recipe
 from helixctl.training import capture as capture_module
+from helixctl.training.build import load_target, make_loader, make_sequence
 from helixctl.training.capture import Capture, run_capture
+from helixctl.training.feature_cache import CachedFeatures
 from helixctl.training.run import run_training
+from helixctl.training.stored import StoredFeatures, feature_key
 from tests.conftest import ROOT
 from tests.data.builders import write_store
 from tests.tiny import save_tiny, tiny_llama
@@ -218,3 +225,21 @@ def test_two_at_once_are_refused(recipe: Path) -> None:
 def test_a_folder_of_other_things_is_left_alone(recipe: Path) -> None:
     with pytest.raises(DataError, match="is not a folder of features"):
         store_features(recipe, "store")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_stored_features_are_those_of_the_target_there(recipe: Path) -> None:
+    options = ("target.dtype=bfloat16", "target.attention=segments", "pipeline.targets=[cuda:0]")
+    plan = make_plan(load_recipe(recipe, options), read_machine())
+    run_capture(Capture(plan, recipe.parent / "features", shard_bytes=SHARD_BYTES))
+    words = (*options, f"target.features={recipe.parent / 'features'}")
+    offline = make_plan(load_recipe(recipe, words), read_machine())
+    store, device = Store.open(recipe.parent / "store"), torch.device("cuda:0")
+    stored = StoredFeatures(recipe.parent / "features", feature_key(offline, store), store, device)
+    live = CachedFeatures(load_target(plan, "cuda:0"), 1 << 20)
+    loader = make_loader(plan, store, make_sequence(plan))
+    for seq in range(4):
+        batch = loader.batch(seq)
+        for one, other in zip(stored.features(batch), live.features(batch), strict=True):
+            assert one.device == other.device and torch.equal(one, other)
+    assert run_training(offline).finished
