@@ -89,6 +89,7 @@ class SlotBatch:
     anchor_valid: Tensor  # [R, A] bool
     last_hidden: Tensor | None = None  # [R, S, H], after the last layer, before the final norm
     bad: Tensor | None = None  # [R, S] bool, tokens of documents that are left out: their features are not finite
+    number: Tensor | None = None  # [] int64, the micro-batch's ``seq``
     batch: MicroBatch | None = field(default=None, repr=False)
     """The micro-batch that now fills the slot (its CPU tensors and numbers)."""
     done: torch.cuda.Event | None = field(default=None, repr=False)

@@ -176,6 +176,8 @@ def fill_slot(slot: SlotBatch, batch: MicroBatch, features: Sequence[Tensor]) ->
         slot.last_hidden.copy_(features[num_taps], non_blocking=True)
     for name in ("input_ids", "position_ids", "document_ids", "loss_mask", "anchors", "anchor_valid"):
         getattr(slot, name).copy_(getattr(batch, name), non_blocking=True)
+    if slot.number is not None:
+        slot.number.fill_(batch.seq)
     slot.batch = batch
     leave_out_bad(slot)
 
@@ -197,4 +199,5 @@ def make_slot(
         loss_mask=zeros((rows, tokens), torch.bool),
         anchors=zeros((rows, anchors), torch.int64),
         anchor_valid=zeros((rows, anchors), torch.bool),
+        number=zeros((), torch.int64),
     )

@@ -1,8 +1,8 @@
 """Attention of blocks to their context and to themselves: a dense reference and compiled flex_attention.
 
-A query in block b sees the tokens of its document strictly before its anchor, and all slots of block b; nothing else.
-An invalid block sees its own slots only, so every row of every backend is finite. ``_group_attention.py`` has the
-backend for CPUs.
+A query in block b sees the tokens of its document strictly before its anchor, and all slots of block b (where blocks
+are causal: itself and those before it); nothing else. An invalid block sees its own slots only, so every row of every
+backend is finite. ``_group_attention.py`` has the backend for CPUs.
 
 Legend: R rows, S tokens per row, A anchors per row, B block size, N = blocks x B queries, D head width.
 """
@@ -67,7 +67,7 @@ class FlexAttention:
         return out.transpose(1, 2).reshape(query.shape)
 
 
-def make_dense_attention(blocks: Blocks, document_ids: Tensor) -> DenseAttention:
+def make_dense_attention(blocks: Blocks, document_ids: Tensor, *, causal: bool = False) -> DenseAttention:
     """The rule written down literally, from document ids ([R, S])."""
     rows, seq_len = document_ids.shape
     num_anchors, size = blocks.ids.shape[1:]
@@ -76,11 +76,14 @@ def make_dense_attention(blocks: Blocks, document_ids: Tensor) -> DenseAttention
     context = keys < blocks.anchors[..., None]  # [R, A, S]
     context = context & (document_ids[:, None] == anchor_documents[..., None]) & blocks.valid[..., None]
     own = torch.eye(num_anchors, dtype=torch.bool, device=keys.device).repeat_interleave(size, 1)  # [A, A * B]
-    mask = torch.cat((context, own.expand(rows, -1, -1)), dim=-1)  # [R, A, S + A * B]
-    return DenseAttention(mask.repeat_interleave(size, 1)[:, None])
+    mask = torch.cat((context, own.expand(rows, -1, -1)), dim=-1).repeat_interleave(size, 1)  # [R, A * B, S + A * B]
+    if causal:
+        slot = torch.arange(num_anchors * size, device=keys.device) % size
+        mask[:, :, seq_len:] &= slot <= slot[:, None]
+    return DenseAttention(mask[:, None])
 
 
-def make_flex_attention(blocks: Blocks, seq_len: int) -> FlexAttention:
+def make_flex_attention(blocks: Blocks, seq_len: int, *, causal: bool = False) -> FlexAttention:
     """Mask of this micro-batch, built on the device at fixed shapes; sorted anchors keep its tiles dense."""
     num_anchors, size = blocks.ids.shape[1:]
     ends = torch.where(blocks.valid, blocks.anchors, 0)  # invalid: the context is empty
@@ -90,6 +93,8 @@ def make_flex_attention(blocks: Blocks, seq_len: int) -> FlexAttention:
         block = query // size
         in_context = (key >= starts[row, block]) & (key < ends[row, block])
         in_block = (key - seq_len) // size == block
+        if causal:
+            in_block = in_block & (key - seq_len <= query)
         return torch.where(key < seq_len, in_context, in_block)
 
     lengths = (num_anchors * size, seq_len + num_anchors * size)

@@ -9,7 +9,7 @@ N = n * B queries, h kv heads, r query heads per kv head, D head width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -53,8 +53,8 @@ class GroupAttention:
         return out
 
 
-def make_group_attention(blocks: Blocks) -> GroupAttention:
-    """Groups of this micro-batch. Reads the anchors on the host, so they must be CPU tensors."""
+def make_group_attention(blocks: Blocks, *, causal: bool = False) -> GroupAttention:
+    """Groups of this micro-batch, from anchors on the CPU; ``causal``: slots do not see later ones of their block."""
     index = blocks.valid.flatten().nonzero().squeeze(1)
     num_anchors = blocks.anchors.shape[1]
     anchors = blocks.anchors.flatten()[index].tolist()
@@ -64,7 +64,8 @@ def make_group_attention(blocks: Blocks) -> GroupAttention:
     for last in range(1, len(rows) + 1):
         if last < len(rows) and not _ends_group(rows, starts, first, last):
             continue
-        groups.append(_make_group(rows[first], (first, last), (starts[first:last], anchors[first:last]), blocks.size))
+        group = _make_group(rows[first], (first, last), (starts[first:last], anchors[first:last]), blocks.size)
+        groups.append(_causal(group) if causal else group)
         first = last
     return GroupAttention(tuple(groups), index)
 
@@ -83,6 +84,15 @@ def _make_group(row: int, span: tuple[int, int], context: tuple[list[int], list[
     other = ~torch.eye(len(starts), dtype=torch.bool).repeat_interleave(size, 1)  # [G, G * B]
     hidden = torch.cat((outside, other), dim=1).repeat_interleave(size, 0)
     return Group(row, span[0] * size, span[1] * size, low, high, hidden)
+
+
+def _causal(group: Group) -> Group:
+    """The same group with later slots hidden."""
+    slot = torch.arange(group.last - group.first)
+    later = slot > slot[:, None]  # of another block: hidden already
+    hidden = group.hidden.clone()
+    hidden[:, group.end - group.start :] |= later
+    return replace(group, hidden=hidden)
 
 
 class _Attend(torch.autograd.Function):

@@ -43,7 +43,7 @@ def make_head(shared: SharedWeights) -> Head:
     return Head(weight, shared.head_bias, shared.logit_softcap)
 
 
-def sample_head(head: Head, labels: Tensor, num_sampled: int, seed: int) -> tuple[Head, Tensor]:
+def sample_head(head: Head, labels: Tensor, num_sampled: int, seed: int) -> tuple[Head, Tensor, Tensor]:
     """A head over the labels' own classes plus at least ``num_sampled`` others, drawn uniformly from the rest.
 
     A drawn class stands for rest / drawn classes, so log(rest / drawn) is added to its logit inside the softmax: the
@@ -57,7 +57,7 @@ def sample_head(head: Head, labels: Tensor, num_sampled: int, seed: int) -> tupl
         seed: Of this draw; the same seed draws the same classes.
 
     Returns:
-        The smaller head, and the labels as places in it.
+        The smaller head, the labels as places in it, and the class ids that it has.
     """
     vocab_size = head.weight.shape[0]
     num_classes = min(vocab_size, labels.numel() + num_sampled)
@@ -70,7 +70,7 @@ def sample_head(head: Head, labels: Tensor, num_sampled: int, seed: int) -> tupl
     correction = torch.where(is_label, 0.0, torch.log(rest.float() / drawn.float()))
     bias = None if head.bias is None else head.bias[classes]
     small = replace(head, weight=head.weight[classes], bias=bias, correction=correction)
-    return small, torch.searchsorted(classes, labels)
+    return small, torch.searchsorted(classes, labels), classes
 
 
 def head_loss(hidden: Tensor, head: Head, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

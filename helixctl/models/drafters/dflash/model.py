@@ -3,13 +3,17 @@
 Weights are float32 masters with the tensor names of the published checkpoints; the caller chooses the compute type
 with ``torch.autocast``. The embedding and the head are the target's and are passed in.
 
-Legend: R rows, S tokens per row, A anchors per row, n computed blocks, B block size, N = n * B queries, K taps,
+Other algorithms are this one with a ``Variant``: causal blocks, shifted labels, another objective, further parts.
+
+Legend: R rows, S tokens per row, A anchors per row, n computed blocks, W slots per block, N = n * W queries, K taps,
 H width, D head width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +29,12 @@ from helixctl.models.drafters._attention import (
 from helixctl.models.drafters._blocks import Blocks, make_blocks
 from helixctl.models.drafters._group_attention import make_group_attention
 from helixctl.models.drafters._layers import GatedMlp, RMSNorm, Rotary, compute_dtype, rotary_tables, rotate
+from helixctl.models.drafters._noise import add_noise
+from helixctl.models.drafters._objective import Drafted, train_terms, validation_sums
+from helixctl.models.drafters._options import BlockOptions
+from helixctl.models.drafters._sizes import Shape
 from helixctl.models.drafters._terms import LossTerms
-from helixctl.models.drafters.dflash.objective import train_terms, validation_sums
-from helixctl.models.drafters.dflash.options import Options, Shape
+from helixctl.models.private import compiled_here
 from helixctl.models.shared import SharedWeights
 
 
@@ -79,39 +86,79 @@ class DraftLayer(nn.Module):
         return out
 
 
+@dataclass(frozen=True)
+class Variant:
+    """What sets an algorithm apart from plain DFlash."""
+
+    causal: bool = False
+    """A slot sees itself and the slots before it, instead of the whole block."""
+    shift: int = 0
+    """0: slot k predicts the token in its own place, the anchor's slot nothing. 1: every slot predicts the next token,
+    so there is a slot less."""
+    train: Callable[[Drafted, DFlashDraftModel], LossTerms] | None = None
+    """Loss of a training micro-batch; None: the terms of ``options.loss``."""
+    evaluate: Callable[[Drafted, DFlashDraftModel], dict[str, Tensor]] | None = None
+    """Sums of a validation micro-batch; None: those of the terms of ``options.loss``."""
+    parts: Mapping[str, Callable[[Shape], nn.Module]] = field(default_factory=dict)
+    """Further modules by name, and how they are built."""
+
+
+PLAIN = Variant()
+
+
 class DFlashDraftModel(nn.Module):
     """See the module's docstring. Built by ``plugin.build``, which also sets the initial weights."""
 
-    def __init__(self, options: Options, shape: Shape, seed: int) -> None:
+    compiles = False
+    """Whether training and validation compile the layers, each thread for itself. Decoding never does."""
+
+    def __init__(self, options: BlockOptions, shape: Shape, seed: int, variant: Variant = PLAIN) -> None:
         super().__init__()
-        self.options, self.shape, self.seed = options, shape, seed
+        self.options, self.shape, self.seed, self.variant = options, shape, seed, variant
         self.fc = nn.Linear(shape.num_taps * shape.hidden_size, shape.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.layers = nn.ModuleList(DraftLayer(shape) for _ in range(shape.num_layers))
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        for name, make in variant.parts.items():
+            self.add_module(name, make(shape))
+
+    @property
+    def num_slots(self) -> int:
+        """W; a block drafts ``block_size`` - 1 tokens, whichever slots predict them."""
+        return self.options.block_size - self.variant.shift
 
     def forward(self, slot: SlotBatch, shared: SharedWeights) -> Tensor:
-        """Final-normed block states [R, A, B, H]; zeros for invalid blocks that the backend leaves out."""
+        """Final-normed block states [R, A, W, H]; zeros for invalid blocks that the backend leaves out."""
         blocks = self._blocks(slot)
-        hidden, index = self._states(slot, blocks, shared)
+        hidden, index = self._states(slot.features, slot, blocks, shared)
         shape = (*blocks.ids.shape, hidden.shape[-1])
         if index is None:
             return hidden.view(shape)
         return hidden.new_zeros(shape).flatten(0, 1).index_copy(0, index, hidden).view(shape)
 
+    def drafted_states(self, slot: SlotBatch, shared: SharedWeights) -> Tensor:
+        """The states that the head reads: [R, A, ``block_size`` - 1, H]."""
+        out: Tensor = self(slot, shared)[:, :, 1 - self.variant.shift :]
+        return out
+
+    @property
+    def capturable(self) -> bool:
+        """Whether ``loss`` queues the same work for every micro-batch, so that a CUDA graph can hold it."""
+        return self.options.loss.sampled_classes is None  # the classes are drawn on the host
+
     def loss(self, slot: SlotBatch, shared: SharedWeights) -> LossTerms:
         """Loss and additive metrics of a training micro-batch; the caller divides over the whole step."""
-        blocks = self._blocks(slot)
-        hidden, index = self._states(slot, blocks, shared)
-        seq = 0 if slot.batch is None else slot.batch.seq
-        return train_terms(hidden, index, blocks, shared, self.options.loss, _mix(self.seed, seq))
+        features = add_noise(slot.features, self.options.feature_noise, self.seed, slot.number)
+        drafted = self._drafted(features, slot, shared)
+        own = self.variant.train
+        return train_terms(drafted, self.options.loss) if own is None else own(drafted, self)
 
     @torch.no_grad()
     def evaluate(self, slot: SlotBatch, shared: SharedWeights) -> dict[str, Tensor]:
-        """Additive validation metrics: loss_num, loss_den, correct_k, count_k, prefix_sum, num_blocks."""
-        blocks = self._blocks(slot)
-        hidden, index = self._states(slot, blocks, shared)
-        return validation_sums(hidden, index, blocks, shared, self.options.loss)
+        """Additive validation metrics: loss_num, loss_den, term_*, correct_k, count_k, prefix_sum, num_blocks."""
+        drafted = self._drafted(slot.features, slot, shared)
+        own = self.variant.evaluate
+        return validation_sums(drafted, self.options.loss) if own is None else own(drafted, self)
 
     def project_features(self, features: Sequence[Tensor]) -> Tensor:
         """K taps [..., H] to the normed context [..., H] in the compute type.
@@ -149,30 +196,59 @@ class DFlashDraftModel(nn.Module):
         return [layer.self_attn.key_value(context, rotary) for layer in self._layers()]
 
     def _blocks(self, slot: SlotBatch) -> Blocks:
-        return make_blocks(slot, self.options.block_size, self.options.mask_token_id)
+        return make_blocks(slot, self.num_slots, self.options.mask_token_id, self.variant.shift)
 
-    def _states(self, slot: SlotBatch, blocks: Blocks, shared: SharedWeights) -> tuple[Tensor, Tensor | None]:
-        """Final-normed states [n, B, H] of the computed blocks, and their flat places (None: all R * A)."""
+    def _drafted(self, features: Sequence[Tensor], slot: SlotBatch, shared: SharedWeights) -> Drafted:
+        blocks = self._blocks(slot)
+        hidden, index = self._states(features, slot, blocks, shared)
+        seq = 0 if slot.batch is None else slot.batch.seq
+        return Drafted(hidden, index, blocks, slot, shared, _mix(self.seed, seq))
+
+    def _states(
+        self, features: Sequence[Tensor], slot: SlotBatch, blocks: Blocks, shared: SharedWeights
+    ) -> tuple[Tensor, Tensor | None]:
+        """Final-normed states [n, W, H] of the computed blocks, and their flat places (None: all R * A)."""
         attention = self._attention(slot, blocks)
-        ids, positions = blocks.ids.flatten(0, 1), blocks.positions.flatten(0, 1)  # [R * A, B]
+        ids, positions = blocks.ids.flatten(0, 1), blocks.positions.flatten(0, 1)  # [R * A, W]
         if attention.index is not None:
             ids, positions = ids[attention.index], positions[attention.index]
-        contexts = self.context_key_values(self.project_features(slot.features), slot.position_ids)
-        h = self.embed(ids.flatten(), shared)
-        h = self.run_layers(h, self.rotary(positions.flatten()), contexts, attention)
+        project, run = self._maybe_compiled(_project), self._maybe_compiled(_run_layer)
+        context = _Context(project(self, features), self.rotary(slot.position_ids))
+        h, rotary = self.embed(ids.flatten(), shared), self.rotary(positions.flatten())
+        for layer in self.layers:
+            h = run(layer, h, rotary, context, attention)
+        h = _normed(self.norm, h, h.dtype)
         return h.view(*ids.shape, h.shape[-1]), attention.index
+
+    def _maybe_compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return compiled_here(function) if self.compiles and not torch.compiler.is_dynamo_compiling() else function
 
     def _attention(self, slot: SlotBatch, blocks: Blocks) -> BlockAttention:
         on_cpu = blocks.ids.device.type == "cpu"
-        backend = self.options.attention
+        backend, causal = self.options.attention, self.variant.causal
         if backend == "groups" or (backend == "auto" and on_cpu):
-            return make_group_attention(blocks)
+            return make_group_attention(blocks, causal=causal)
         if backend == "dense":
-            return make_dense_attention(blocks, slot.document_ids)
-        return make_flex_attention(blocks, slot.input_ids.shape[1])
+            return make_dense_attention(blocks, slot.document_ids, causal=causal)
+        return make_flex_attention(blocks, slot.input_ids.shape[1], causal=causal)
 
     def _layers(self) -> list[DraftLayer]:
         return [layer for layer in self.layers if isinstance(layer, DraftLayer)]
+
+
+class _Context(NamedTuple):
+    states: Tensor  # [R, S, H], projected and normed features
+    rotary: Rotary
+
+
+def _run_layer(layer: DraftLayer, h: Tensor, rotary: Rotary, context: _Context, attention: BlockAttention) -> Tensor:
+    """One layer with the keys and values of its context: all layers share what is compiled of it."""
+    out: Tensor = layer(h, rotary, layer.self_attn.key_value(context.states, context.rotary), attention)
+    return out
+
+
+def _project(model: DFlashDraftModel, features: Sequence[Tensor]) -> Tensor:
+    return model.project_features(features)
 
 
 def _normed(norm: RMSNorm, x: Tensor, dtype: torch.dtype) -> Tensor:

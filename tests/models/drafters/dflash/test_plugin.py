@@ -154,7 +154,10 @@ def test_sizes_come_from_options_first_and_from_the_target_else():
     [
         {"loss": {"decay_gamma": 0}},
         {"loss": {"sampled_classes": 0}},
-        {"loss": {"kl": 1.0}},
+        {"loss": {"kl": -1.0}},
+        {"loss": {"cross_entropy": 0}},
+        {"loss": {"position_weights": "dpace", "decay_gamma": 4.0}},
+        {"feature_noise": {"kind": "pink"}},
         {"head_dim": 7},
         {"num_heads": 3, "num_kv_heads": 2},
         {"block_size": 1},
