@@ -1,20 +1,34 @@
-"""How much memory a run will need, device by device: an estimate from sizes, within a few tens of per cent."""
+"""How much memory a run will need, device by device, and what to do where it is too much: arithmetic on sizes.
+
+Every item is counted from the code that allocates it; docs/plan.md says how, and how near the counts came to
+measurements. Never imports torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from helixctl.errors import Problem
 from helixctl.machine import Machine
+from helixctl.models.drafters._memory import StepBytes
 from helixctl.models.facts import DTYPE_BYTES, TargetFacts, target_parameters
 
+CUDA_LINE = "CUDA context and workspace"
+"""The line that torch's own count of allocated bytes does not hold."""
 _CUDA_CONTEXT_BYTES = 1 << 30
 """Driver context, libraries' workspaces and the allocator's slack."""
-_FULL = 0.95
+_PROCESS_BYTES = 370 << 20
+"""Python, torch and transformers on a CPU, measured after a run of a tiny target."""
+_TIGHT = 0.95
+_TOO_MUCH = 1.1
+"""A run is refused when it needs this share of a device: estimates were up to a tenth off."""
 _OUTPUT_SETS = 2
 """A target computes one micro-batch while the last one is copied out."""
-_BYTES_PER_PARAMETER = 16
-"""float32 master, gradient and two moments of Adam."""
+_MASTER_BYTES = 8
+"""float32 weights and their gradients, per parameter."""
+_MOMENT_BYTES = 8
+"""Two float32 moments of Adam, per parameter."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +38,10 @@ class MemoryLine:
     device: str
     name: str
     num_bytes: int
+    setting: str = ""
+    """Key of the recipe that shrinks it most."""
+    fix: str = ""
+    """What to do with that key."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +55,18 @@ class Load:
     rows: int
     seq_len: int
     num_taps: int
+    """Tensors of features per token: the taps, and the last hidden state where the loss needs it."""
     num_slots: int
     parameters: int
     """Of one drafter."""
-    activation_bytes: int
-    """Of one drafter's micro-batch, head included."""
+    step: Mapping[str, StepBytes]
+    """Of one drafter's micro-batch, by device."""
     stored: bool = False
     """Features are read from disk: no target is loaded."""
+    cache_bytes: int = 0
+    """Of one target loop's cache of features."""
+    num_processes: int = 1
+    """Processes that add up gradients."""
 
     @property
     def element_bytes(self) -> int:
@@ -63,15 +86,26 @@ def estimate_memory(load: Load) -> tuple[MemoryLine, ...]:
 
 
 def memory_warnings(lines: tuple[MemoryLine, ...], machine: Machine) -> Iterator[str]:
-    """One sentence per device whose estimate does not fit."""
-    for device in dict.fromkeys(line.device for line in lines):
-        needed = sum(line.num_bytes for line in lines if line.device == device)
-        available = device_bytes(device, machine)
-        if needed > _FULL * available:
+    """One sentence per device that the run fills nearly, or may more than fill."""
+    for device, needed, available in _needs(lines, machine):
+        if _TIGHT * available < needed <= _TOO_MUCH * available:
+            largest = _largest(lines, device)
             yield (
-                f"{device} needs about {needed / 2**30:.1f} GiB and has {available / 2**30:.1f} GiB: "
-                "lower train.micro_batch_rows, data.seq_len or drafter.num_anchors, or use more devices"
+                f"{device} needs about {_gib(needed)} and has {_gib(available)}: {largest.fix or 'use more devices'}; "
+                f"the largest part is {largest.name}, {_gib(largest.num_bytes)}"
             )
+
+
+def memory_problems(lines: tuple[MemoryLine, ...], machine: Machine) -> Iterator[Problem]:
+    """Devices that cannot hold the run, each with its largest item and the setting that shrinks it."""
+    for device, needed, available in _needs(lines, machine):
+        if needed > _TOO_MUCH * available:
+            largest = _largest(lines, device)
+            message = (
+                f"{device} needs about {_gib(needed)} and has {_gib(available)}; the largest part is {largest.name}, "
+                f"{_gib(largest.num_bytes)}"
+            )
+            yield Problem(largest.setting, message, fix=largest.fix)
 
 
 def device_bytes(device: str, machine: Machine) -> int:
@@ -81,24 +115,72 @@ def device_bytes(device: str, machine: Machine) -> int:
     return machine.gpus[int(device.removeprefix("cuda:"))].memory_bytes
 
 
+def predicted_peaks(lines: Iterable[MemoryLine]) -> dict[str, int]:
+    """Bytes by device as a run measures them: those of torch's allocator on a GPU, of the process on a CPU."""
+    peaks: dict[str, int] = {}
+    for line in lines:
+        if line.name != CUDA_LINE:
+            peaks[line.device] = peaks.get(line.device, 0) + line.num_bytes
+    return peaks
+
+
+def _needs(lines: tuple[MemoryLine, ...], machine: Machine) -> Iterator[tuple[str, int, int]]:
+    for device in dict.fromkeys(line.device for line in lines):
+        needed = sum(line.num_bytes for line in lines if line.device == device)
+        yield device, needed, device_bytes(device, machine)
+
+
+def _largest(lines: tuple[MemoryLine, ...], device: str) -> MemoryLine:
+    """The item to shrink: the largest that a setting reaches."""
+    own = [line for line in lines if line.device == device]
+    return max([line for line in own if line.setting] or own, key=lambda line: line.num_bytes)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"
+
+
 def _on_device(load: Load, device: str) -> Iterator[MemoryLine]:
-    target, size = load.target, load.element_bytes
-    num_targets, num_drafters = load.target_devices.count(device), load.drafter_devices.count(device)
-    tokens = load.rows * load.seq_len
-    tables = target.vocab_size * target.hidden_size * (1 if target.tie_word_embeddings else 2) * size
-    width = 8 * target.hidden_size + 3 * (target.intermediate_size or target.expert_intermediate_size)
-    if num_targets and not load.stored:
-        yield MemoryLine(device, "target weights", target_parameters(target) * size)
-        yield MemoryLine(device, "target activations", num_targets * tokens * width * size)
-    if num_targets:
-        yield MemoryLine(device, "features in flight", num_targets * _OUTPUT_SETS * load.feature_bytes)
-    if num_drafters:
-        if load.stored or not num_targets:
-            yield MemoryLine(device, "embedding and head", tables)
-        yield MemoryLine(
-            device, "drafter weights, gradients, Adam", num_drafters * _BYTES_PER_PARAMETER * load.parameters
-        )
-        yield MemoryLine(device, "drafter activations and head", num_drafters * load.activation_bytes)
-        yield MemoryLine(device, "slots", num_drafters * load.num_slots * load.feature_bytes)
-    if device != "cpu":
-        yield MemoryLine(device, "CUDA context and workspace", _CUDA_CONTEXT_BYTES)
+    if device in load.target_devices:
+        yield from _target_lines(load, device)
+    if device in load.drafter_devices:
+        yield from _drafter_lines(load, device)
+    if device == "cpu":
+        yield MemoryLine(device, "the process itself", _PROCESS_BYTES)
+    else:
+        yield MemoryLine(device, CUDA_LINE, _CUDA_CONTEXT_BYTES)
+
+
+def _target_lines(load: Load, device: str) -> Iterator[MemoryLine]:
+    target, size, count = load.target, load.element_bytes, load.target_devices.count(device)
+    rows = ("train.micro_batch_rows", f"lower train.micro_batch_rows ({load.rows}) or data.seq_len ({load.seq_len})")
+    if not load.stored:
+        apart = "pipeline.targets", "use a smaller target, target.dtype: bfloat16, or a device that it has to itself"
+        yield MemoryLine(device, "target weights", target_parameters(target) * size, *apart)
+        width = 8 * target.hidden_size + 3 * (target.intermediate_size or target.expert_intermediate_size)
+        yield MemoryLine(device, "target activations", count * load.rows * load.seq_len * width * size, *rows)
+    yield MemoryLine(device, "features in flight", count * _OUTPUT_SETS * load.feature_bytes, *rows)
+    cache = "target.feature_cache_mib", "lower target.feature_cache_mib"
+    yield MemoryLine(device, "feature cache", count * load.cache_bytes, *cache)
+
+
+def _drafter_lines(load: Load, device: str) -> Iterator[MemoryLine]:
+    target, count, step = load.target, load.drafter_devices.count(device), load.step[device]
+    if load.stored or device not in load.target_devices:
+        tables = target.vocab_size * target.hidden_size * (1 if target.tie_word_embeddings else 2)
+        yield MemoryLine(device, "embedding and head", tables * load.element_bytes)
+    layers = "drafter.num_layers", "lower drafter.num_layers or drafter.intermediate_size"
+    yield MemoryLine(device, "drafter masters and gradients", count * _MASTER_BYTES * load.parameters, *layers)
+    yield MemoryLine(device, "optimizer state", count * _MOMENT_BYTES * load.parameters, *layers)
+    yield MemoryLine(device, "low-precision weights", count * step.copies, *layers)
+    if load.num_processes > 1:
+        yield MemoryLine(device, "gradients of all processes", _MASTER_BYTES // 2 * load.parameters, *layers)
+    shape = (
+        "train.micro_batch_rows",
+        f"lower train.micro_batch_rows ({load.rows}), drafter.num_anchors or drafter.block_size, and raise "
+        "train.grad_accum_steps by as much",
+    )
+    yield MemoryLine(device, "drafter activations", count * step.kept, *shape)
+    yield MemoryLine(device, "logits or gradients in flight", count * step.passing, *shape)
+    slots = "pipeline.slots", f"lower pipeline.slots ({load.num_slots}) or train.micro_batch_rows ({load.rows})"
+    yield MemoryLine(device, "slots", count * load.num_slots * load.feature_bytes, *slots)

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from helixctl.errors import Problem, RecipeError
 from helixctl.machine import Machine, World
-from helixctl.memory import Load, MemoryLine, estimate_memory, memory_warnings
-from helixctl.models.facts import TargetFacts, read_target_facts
+from helixctl.memory import Load, MemoryLine, estimate_memory, memory_problems, memory_warnings
+from helixctl.models.drafters._memory import Work
+from helixctl.models.facts import DTYPE_BYTES, TargetFacts, read_target_facts
 from helixctl.plugins import DRAFTERS, load_plugin
-from helixctl.recipe.schema import DrafterOptions, PipelineOptions, Recipe
+from helixctl.recipe.schema import DrafterOptions, LoopOptions, PipelineOptions, Recipe
 
 if TYPE_CHECKING:
     from helixctl.data.count import DataCounts
@@ -65,8 +66,15 @@ class Plan:
     parameters: int
     """Trained parameters of the drafter."""
     memory: tuple[MemoryLine, ...]
+    lacks: tuple[Problem, ...]
+    """Devices whose memory cannot hold the run; `train` refuses to start with them."""
     disk_bytes_per_checkpoint: int
     warnings: tuple[str, ...]
+
+    @property
+    def trainer_devices(self) -> tuple[str, ...]:
+        """Devices of the loops that train: the drafters'."""
+        return self.drafter_devices
 
     @property
     def num_drafters(self) -> int:
@@ -77,9 +85,9 @@ class Plan:
         """Everything as plain values; the target's own config.json is left out."""
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
         target = {f.name: getattr(self.target, f.name) for f in fields(self.target) if f.name != "raw"}
-        memory = [asdict(line) for line in self.memory]
-        plain |= {"recipe": self.recipe.model_dump(mode="json"), "target": target, "memory": memory}
-        return {**plain, "world": asdict(self.world)}
+        records = {name: [asdict(record) for record in plain[name]] for name in ("memory", "lacks")}
+        plain |= {"recipe": self.recipe.model_dump(mode="json"), "target": target, "world": asdict(self.world)}
+        return {**plain, **records}
 
 
 def make_plan(recipe: Recipe, machine: Machine) -> Plan:
@@ -111,7 +119,7 @@ def make_plan(recipe: Recipe, machine: Machine) -> Plan:
         target_devices=targets,
         drafter_devices=drafters,
         num_slots=load.num_slots,
-        threads=_threads(recipe.pipeline, machine, len(targets) + len(drafters)),
+        threads=stage_threads(recipe.pipeline, machine, len(targets) + len(drafters)),
         packing=packing,
         world=machine.world,
         batches_per_step=batches_per_step,
@@ -128,6 +136,7 @@ def make_plan(recipe: Recipe, machine: Machine) -> Plan:
         compute_dtype=_compute_dtype(recipe, drafters, machine),
         parameters=load.parameters,
         memory=memory,
+        lacks=tuple(memory_problems(memory, machine)),
         disk_bytes_per_checkpoint=_SAVED_BYTES_PER_PARAMETER * load.parameters,
         warnings=(*_data_warnings(recipe, target, counts), *_run_warnings(recipe, load, memory, machine)),
     )
@@ -199,6 +208,7 @@ def _make_load(
     targets, drafters = devices
     options, slots = load_plugin(DRAFTERS, recipe.drafter.algorithm, "options"), recipe.pipeline.slots
     rows, seq_len = recipe.train.micro_batch_rows, recipe.data.seq_len
+    size = DTYPE_BYTES[_compute_dtype(recipe, drafters, machine)]
     return Load(
         target=target,
         target_devices=targets,
@@ -209,7 +219,9 @@ def _make_load(
         num_taps=len(_target_layer_ids(recipe.drafter, target)[0]),
         num_slots=advised_slots(len(targets), len(drafters)) if slots == "auto" else slots,
         parameters=options.parameter_count(recipe.drafter, target),
-        activation_bytes=options.activation_bytes(recipe.drafter, target, rows, seq_len),
+        step={d: options.step_bytes(recipe.drafter, target, Work(rows, seq_len, size, d != "cpu")) for d in drafters},
+        cache_bytes=recipe.target.feature_cache_mib << 20,
+        num_processes=machine.world.size,
         stored=recipe.target.features is not None,
     )
 
@@ -329,7 +341,7 @@ def _validation_batches(recipe: Recipe, counts: DataCounts | None, num_drafters:
     return math.ceil(rows / recipe.train.micro_batch_rows / num_drafters) * num_drafters
 
 
-def _threads(pipeline: PipelineOptions, machine: Machine, num_stages: int) -> int:
+def stage_threads(pipeline: LoopOptions, machine: Machine, num_stages: int) -> int:
     """With few cores every stage uses all of them: waiting threads sleep, so the kernel interleaves the stages."""
     if pipeline.threads != "auto":
         return pipeline.threads

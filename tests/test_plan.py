@@ -190,11 +190,32 @@ def test_recurrent_targets_are_not_packed(recipe):
 
 
 def test_what_deserves_a_warning(recipe):
-    plan = make_plan(recipe("pipeline.slots=1", "data.seq_len=512"), replace(CPU, total_memory_bytes=1 << 20))
+    options = recipe("pipeline.slots=1", "data.seq_len=512")
+    needed = sum(line.num_bytes for line in make_plan(options, CPU).memory)
+    plan = make_plan(options, replace(CPU, total_memory_bytes=needed))
     text = " ".join(plan.warnings)
     assert "pipeline.slots is 1" in text
     assert "longer than the target's 256 positions" in text
     assert "cpu needs about" in text
+    assert not plan.lacks
+
+
+@pytest.mark.parametrize(
+    ("options", "key", "words"),
+    [
+        (("drafter.num_anchors=200", "train.micro_batch_rows=64"), "train.micro_batch_rows", "drafter activations"),
+        (("pipeline.slots=90000",), "pipeline.slots", "slots"),
+        (("target.feature_cache_mib=900000",), "target.feature_cache_mib", "feature cache"),
+    ],
+)
+def test_what_cannot_fit_is_told_with_the_setting_that_helps(recipe, options, key, words):
+    lacking = make_plan(recipe(*options), replace(CPU, total_memory_bytes=400 << 20))
+    (found,) = lacking.lacks
+    assert found.key == key
+    assert f"the largest part is {words}" in found.message
+    assert found.fix is not None and key in found.fix
+    assert not any("needs about" in warning for warning in lacking.warnings)
+    assert not make_plan(recipe(*options), replace(CPU, total_memory_bytes=1 << 50)).lacks
 
 
 # -------------------------------------------------------------------------------------------------------------- checks

@@ -11,7 +11,15 @@ import typer
 from helixctl.cli import render
 from helixctl.cli.doctor import doctor
 from helixctl.cli.exporting import convert, export
-from helixctl.cli.loading import AsJson, Checkpoint, Overrides, RecipePath, check_exists, load_plan
+from helixctl.cli.loading import (
+    AsJson,
+    Checkpoint,
+    Overrides,
+    RecipePath,
+    check_exists,
+    load_plan,
+    refuse_what_cannot_fit,
+)
 from helixctl.cli.logs import set_up_logs
 from helixctl.cli.looking import report, runs
 from helixctl.cli.preparing import prepare
@@ -78,6 +86,7 @@ def train(
     if dry_run:
         render.render_plan(plan)
         return
+    refuse_what_cannot_fit(plan, recipe, set_)
     first = plan.world.rank == 0
     render.render_warnings(plan.warnings if first else ())
     with heavy_imports():
@@ -141,6 +150,7 @@ def show_plan(
         render.render_json(plan.to_json())
     else:
         render.render_plan(plan)
+    refuse_what_cannot_fit(plan, recipe, overrides)
 
 
 @app.command()

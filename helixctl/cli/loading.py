@@ -51,6 +51,18 @@ def load_plan(path: Path, overrides: Sequence[str] | None, *, decodes: bool = Fa
         raise locate(error, path, overrides or ()) from None
 
 
+def refuse_what_cannot_fit(plan: Plan, path: Path, overrides: Sequence[str] | None) -> None:
+    """Refuse a plan that no device of this machine can hold.
+
+    Raises:
+        RecipeError: names each device, the largest part, and the option that shrinks it.
+    """
+    from helixctl.recipe.load import locate
+
+    if plan.lacks:
+        raise locate(RecipeError(plan.lacks), path, overrides or ())
+
+
 def check_exists(path: Path | None, option: str) -> None:
     """Refuse a path that is not there.
 

@@ -15,10 +15,6 @@ if TYPE_CHECKING:
     from helixctl.models.facts import TargetFacts
 
 
-HEAD_CHUNK_ROWS = 4096
-"""Slots per chunk of the head on a GPU; a test holds it equal to the head's own number."""
-
-
 @dataclass(frozen=True)
 class Shape:
     """Every size of one drafter, options and target facts put together."""
@@ -82,26 +78,3 @@ def parameter_count(options: BlockOptions, facts: TargetFacts) -> int:
     attention = 2 * s.hidden_size * s.head_dim * (s.num_heads + s.num_kv_heads) + 2 * s.head_dim
     layer = attention + 3 * s.hidden_size * s.intermediate_size + 2 * s.hidden_size
     return s.num_layers * layer + s.num_taps * s.hidden_size**2 + 2 * s.hidden_size
-
-
-def activation_bytes(options: BlockOptions, facts: TargetFacts, rows: int, seq_len: int) -> int:
-    """Estimated peak of one micro-batch beside weights, gradients, optimizer state and slots, in bytes.
-
-    Counts what backward keeps of every layer in a 2-byte compute type (float32 inside the norms), the 2-byte copies
-    of the weights, and one chunk of logits. Within a few tens of per cent; meant for choosing a batch size.
-    """
-    s = make_shape(options, facts)
-    slots, tokens = rows * options.num_anchors * s.block_size, rows * seq_len
-    q_width, kv_width = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
-    per_slot = 2 * (4 * s.hidden_size + 4 * q_width + 4 * kv_width + 4 * s.intermediate_size)
-    per_slot += 4 * (2 * s.hidden_size + q_width + kv_width + s.num_heads)  # norms and log-sum-exps
-    per_token = 2 * 4 * kv_width + 4 * kv_width
-    layers = s.num_layers * (slots * per_slot + tokens * per_token)
-    context = tokens * s.hidden_size * (4 + 4 + 2)
-    classes = s.vocab_size
-    if options.loss.sampled_classes is not None:
-        classes = min(classes, options.loss.sampled_classes + slots)
-    head = min(HEAD_CHUNK_ROWS, slots) * classes * (2 + 4 + 2) + slots * s.hidden_size * 6
-    if options.loss.needs_last_hidden:
-        head += min(HEAD_CHUNK_ROWS, slots) * classes * 2 + tokens * s.hidden_size * (4 + 2)
-    return layers + context + head + 2 * parameter_count(options, facts)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from typing import Literal
 
+from helixctl.models.drafters._memory import step_bytes
 from helixctl.models.drafters._options import BlockOptions, Loss, needs_last_hidden
-from helixctl.models.drafters._sizes import Shape, activation_bytes, make_shape, num_taps_of, parameter_count
+from helixctl.models.drafters._sizes import Shape, make_shape, num_taps_of, parameter_count
 
 __all__ = [
     "Loss",
     "Options",
     "Shape",
-    "activation_bytes",
     "make_shape",
     "needs_last_hidden",
     "num_taps_of",
     "parameter_count",
+    "step_bytes",
 ]
 
 
