@@ -30,6 +30,7 @@ LIGHT = (
     "errors.py",
     "plugins.py",
     "plan.py",
+    "lm_plan.py",
     "cgroups.py",
     "machine.py",
     "memory.py",

@@ -120,6 +120,8 @@ class Windows:
             self._ends = np.cumsum(windows)
             self._num_windows = int(windows.sum())
             self.counts = {SHORT: self.counts[SHORT] + int(short.sum()), TAIL: int(tails.sum())}
+        self.num_tokens = int(sizes.sum()) - self.counts[TAIL]
+        """Tokens of all documents, their ends included, but for tails that are left out."""
         if self._num_windows == 0:
             text = f"{lengths.size} documents with {int(lengths.sum())} tokens fill no window of {options.seq_len}"
             raise DataError(f"{text} with min_tail_len {options.min_tail_len}", fix="give more, or lower min_tail_len")

@@ -1,0 +1,310 @@
+"""The plan of a causal LM: recipe + machine -> every derived number, as ``plan.py`` does for drafters.
+
+Nothing is allocated and nothing is written; never imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from helixctl.errors import Problem, RecipeError
+from helixctl.machine import Machine, World
+from helixctl.memory import MemoryLine, memory_warnings
+from helixctl.models.facts import TargetFacts, read_model_facts, target_parameters
+from helixctl.plan import DtypeName, Plan, make_plan, stage_threads
+from helixctl.recipe.causal_lm import CausalLMRecipe, StageOptions, stage_data
+from helixctl.recipe.load import AnyRecipe
+
+if TYPE_CHECKING:
+    from helixctl.data.window_count import WindowCounts
+
+SLOTS = 3
+"""Input buffers per training loop: one is trained on, one is full, one is being filled. They are small."""
+_SAVED_BYTES_PER_PARAMETER = 12
+"""float32 weights and two moments."""
+_TRAINED_BYTES_PER_PARAMETER = 16
+"""float32 master, gradient and two moments of Adam."""
+_HEAD_CHUNK_ROWS = 4096
+"""As in models/drafters/_head.py."""
+_CUDA_CONTEXT_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """One stage of the training, in optimizer steps. Numbers that need a store are None until `prepare` has run."""
+
+    options: StageOptions
+    first_step: int | None
+    num_steps: int | None
+    warmup_steps: int | None
+    epochs: float | None
+    """Passes over the stage's documents."""
+    windows: int | None
+    """Rows of one epoch."""
+    held_out_windows: int | None
+
+
+@dataclass(frozen=True)
+class CausalLMPlan:
+    """What a run will be. Numbers that need a store are None until `prepare` has made one."""
+
+    recipe: CausalLMRecipe
+    model: TargetFacts
+    trainer_devices: tuple[str, ...]
+    num_slots: int
+    """Input buffers per training loop."""
+    threads: int
+    """CPU threads of each training loop."""
+    world: World
+    """The processes that train together; devices, slots, threads and memory are those of one."""
+    batches_per_step: int
+    """Micro-batches of one step, all training loops of all processes together."""
+    rows_per_step: int
+    tokens_per_step: int
+    """Real tokens on average; without a store, the room for them."""
+    stages: tuple[PlannedStage, ...]
+    total_steps: int | None
+    validation_batches: int
+    """Micro-batches of one validation pass, a multiple of the number of training loops; 0 when validation is off."""
+    train_documents: int | None
+    validation_documents: int | None
+    supervised_share: float | None
+    compute_dtype: DtypeName
+    parameters: int
+    """Of the model, counted from its configuration; exact for Llama and its relatives."""
+    flops_per_token: float | None
+    """Of one training token, forward and backward, by the usual formula; None for mixtures of experts."""
+    memory: tuple[MemoryLine, ...]
+    disk_bytes_per_checkpoint: int
+    warnings: tuple[str, ...]
+
+    @property
+    def num_trainers(self) -> int:
+        """Training loops of all processes together."""
+        return self.world.size * len(self.trainer_devices)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything as plain values; the model's own config.json is left out."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self)}
+        model = {f.name: getattr(self.model, f.name) for f in fields(self.model) if f.name != "raw"}
+        stages = [{**vars(stage), "options": stage.options.model_dump(mode="json")} for stage in self.stages]
+        plain |= {"recipe": self.recipe.model_dump(mode="json"), "model": model, "stages": stages}
+        return {**plain, "memory": [asdict(line) for line in self.memory], "world": asdict(self.world)}
+
+
+AnyPlan = Plan | CausalLMPlan
+
+
+def make_any_plan(recipe: AnyRecipe, machine: Machine) -> AnyPlan:
+    """The plan of a recipe of either kind; raises as ``make_plan`` and ``make_lm_plan`` do."""
+    return make_lm_plan(recipe, machine) if isinstance(recipe, CausalLMRecipe) else make_plan(recipe, machine)
+
+
+def make_lm_plan(recipe: CausalLMRecipe, machine: Machine) -> CausalLMPlan:
+    """Derive and check everything about a run.
+
+    Raises:
+        RecipeError: options that do not fit the model, the machine or the stores; all of them, by key.
+        ModelError: the model's configuration cannot be read or is not supported.
+        DataError: a store is torn.
+    """
+    model = read_model_facts(recipe.model)
+    _refuse([*_check_devices(recipe, machine), *_check_model(recipe, model)])
+    devices = _devices(recipe, machine)
+    num_trainers = machine.world.size * len(devices)
+    rows_per_step = num_trainers * recipe.train.grad_accum_steps * recipe.train.micro_batch_rows
+    counts = _count(recipe)
+    stages = _plan_stages(recipe, counts, rows_per_step)
+    _refuse([*_check_stages(recipe, model, stages, counts)])
+    memory = _estimate_memory(recipe, model, devices)
+    known = [c for c in counts if c is not None]
+    steps = [stage.num_steps for stage in stages]
+    slots = recipe.pipeline.slots
+    return CausalLMPlan(
+        recipe=recipe,
+        model=model,
+        trainer_devices=devices,
+        num_slots=SLOTS if slots == "auto" else slots,
+        threads=stage_threads(recipe.pipeline, machine, len(devices)),
+        world=machine.world,
+        batches_per_step=num_trainers * recipe.train.grad_accum_steps,
+        rows_per_step=rows_per_step,
+        tokens_per_step=round(rows_per_step * (known[0].tokens_per_window if known else recipe.data.seq_len)),
+        stages=stages,
+        total_steps=None if None in steps else sum(step for step in steps if step is not None),
+        validation_batches=_validation_batches(recipe, known, num_trainers),
+        train_documents=sum(c.train_documents for c in known) if known else None,
+        validation_documents=sum(c.validation_documents for c in known) if known else None,
+        supervised_share=known[0].supervised_share if known else None,
+        compute_dtype=_compute_dtype(recipe, devices, machine),
+        parameters=_parameters(model),
+        flops_per_token=_flops_per_token(model, recipe.data.seq_len),
+        memory=memory,
+        disk_bytes_per_checkpoint=_SAVED_BYTES_PER_PARAMETER * _parameters(model),
+        warnings=(*_warnings(recipe, model, counts), *memory_warnings(memory, machine)),
+    )
+
+
+def _refuse(problems: list[Problem]) -> None:
+    if problems:
+        raise RecipeError(problems)
+
+
+def _devices(recipe: CausalLMRecipe, machine: Machine) -> tuple[str, ...]:
+    """By their numbers on the host; in a recipe `cuda:0` is the process's first GPU. `auto` is one loop per process."""
+    gpus = machine.own_gpus
+    if recipe.pipeline.trainers == "auto":
+        return gpus[:1] or ("cpu",)
+    host_names = {f"cuda:{i}": gpu for i, gpu in enumerate(gpus)}
+    return tuple(host_names.get(device, device) for device in recipe.pipeline.trainers)
+
+
+def _check_devices(recipe: CausalLMRecipe, machine: Machine) -> Iterator[Problem]:
+    key, known = "pipeline.trainers", ("cpu", *(f"cuda:{i}" for i in range(len(machine.own_gpus))))
+    if len(machine.gpus) % machine.world.local_size:
+        message = f"{len(machine.gpus)} GPUs cannot be shared out evenly to {machine.world.local_size} processes"
+        yield Problem(key, message, fix="choose another --nproc-per-node, or set CUDA_VISIBLE_DEVICES")
+    trainers = recipe.pipeline.trainers
+    if not trainers:
+        yield Problem(key, "is empty", fix="name devices, or write auto")
+    for device in () if trainers == "auto" else trainers:
+        if device not in known:
+            yield Problem(key, f"there is no {device} here", fix=f"use {', '.join(known)}, or auto")
+
+
+def _check_model(recipe: CausalLMRecipe, model: TargetFacts) -> Iterator[Problem]:
+    if model.recurrent and recipe.data.packing == "continuous":
+        text = f"{model.model_type} keeps a state along the row, and documents of one row would leak into each other"
+        yield Problem("data.packing", text, fix="set data.packing: document")
+
+
+def _count(recipe: CausalLMRecipe) -> list[WindowCounts | None]:
+    """By stage, of the stores that are there; numpy is loaded only where there is one."""
+    found: list[WindowCounts | None] = []
+    for i in range(len(recipe.stages)):
+        data = stage_data(recipe, i)
+        if not data.store.exists():
+            found.append(None)
+            continue
+        from helixctl.data.window_count import WindowSource, count_windows_of_store
+
+        found.append(count_windows_of_store(WindowSource(data, recipe.train.micro_batch_rows, recipe.run.seed, i)))
+    return found
+
+
+def _plan_stages(
+    recipe: CausalLMRecipe, counts: list[WindowCounts | None], rows_per_step: int
+) -> tuple[PlannedStage, ...]:
+    planned: list[PlannedStage] = []
+    first: int | None = 0
+    for options, count in zip(recipe.stages, counts, strict=True):
+        steps = _steps(options, count, rows_per_step, recipe.data.seq_len)
+        planned.append(
+            PlannedStage(
+                options=options,
+                first_step=first,
+                num_steps=steps,
+                warmup_steps=None if steps is None else round(options.warmup_ratio * steps),
+                epochs=None if steps is None or not count else steps * rows_per_step / max(1, count.train_windows),
+                windows=count.train_windows if count else None,
+                held_out_windows=count.validation_windows if count else None,
+            )
+        )
+        first = None if first is None or steps is None else first + steps
+    return tuple(planned)
+
+
+def _steps(options: StageOptions, count: WindowCounts | None, rows_per_step: int, seq_len: int) -> int | None:
+    if options.steps is not None:
+        return options.steps
+    if options.tokens is not None:
+        per_row = count.tokens_per_window if count and count.train_windows else seq_len
+        return math.ceil(options.tokens / (rows_per_step * per_row))
+    assert options.epochs is not None
+    return None if count is None else options.epochs * count.train_windows // rows_per_step
+
+
+def _check_stages(
+    recipe: CausalLMRecipe, model: TargetFacts, stages: tuple[PlannedStage, ...], counts: list[WindowCounts | None]
+) -> Iterator[Problem]:
+    for i, (stage, count) in enumerate(zip(stages, counts, strict=True)):
+        if count is None:
+            continue
+        key = "data.store" if recipe.stages[i].data is None else f"stages.{i}.data.store"
+        if count.tokenizer_length > model.vocab_size:
+            text = f"was made by a tokenizer of {count.tokenizer_length} tokens; the model knows {model.vocab_size}"
+            rows = -(-count.tokenizer_length // 64) * 64
+            yield Problem(key, text, fix=f"set vocab_size to {rows} in model.config, or prepare with another tokenizer")
+        if count.train_windows == 0:
+            text = f"the training documents fill no window of {recipe.data.seq_len} tokens"
+            yield Problem(key, text, fix="lower data.seq_len, or give the recipe more documents")
+        elif stage.num_steps == 0:
+            text = f"is {stage.options.epochs} x {count.train_windows} rows, less than one step"
+            fix = "lower train.micro_batch_rows or train.grad_accum_steps, raise epochs, or give steps"
+            yield Problem(f"stages.{i}.epochs", text, fix=fix)
+
+
+def _validation_batches(recipe: CausalLMRecipe, counts: list[WindowCounts], num_trainers: int) -> int:
+    """Enough for the asked rows, or for those there are, rounded up so that every loop has the same number."""
+    rows = recipe.validation.rows if recipe.validation.every_steps else 0
+    if counts:
+        rows = min(rows, max(count.validation_windows for count in counts))
+    return math.ceil(rows / recipe.train.micro_batch_rows / num_trainers) * num_trainers
+
+
+def _compute_dtype(recipe: CausalLMRecipe, devices: tuple[str, ...], machine: Machine) -> DtypeName:
+    if recipe.train.compute_dtype != "auto":
+        return recipe.train.compute_dtype
+    return "float32" if "cpu" in devices and not machine.has_bf16_cpu else "bfloat16"
+
+
+def _parameters(model: TargetFacts) -> int:
+    return target_parameters(model) + (2 * model.num_layers + 1) * model.hidden_size
+
+
+def _flops_per_token(model: TargetFacts, seq_len: int) -> float | None:
+    """6 per weight, and the causal half of 12 x layers x width x length for attention (arXiv 2204.02311)."""
+    if model.num_experts or model.recurrent:
+        return None
+    table = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
+    attention = 6 * model.num_layers * model.num_heads * model.head_dim * seq_len
+    return 6.0 * (target_parameters(model) - table) + attention
+
+
+def _estimate_memory(recipe: CausalLMRecipe, model: TargetFacts, devices: tuple[str, ...]) -> tuple[MemoryLine, ...]:
+    tokens = recipe.train.micro_batch_rows * recipe.data.seq_len
+    intermediate = model.intermediate_size or 4 * model.hidden_size
+    # Kept for the backward, per layer and token, in bytes: about 8 x H in the compute type and 3 x H in float32, and
+    # the MLP's three products.
+    layer = 28 * model.hidden_size + 6 * intermediate + 4 * model.num_heads * model.head_dim
+    head = 6 * min(tokens, _HEAD_CHUNK_ROWS) * model.vocab_size + 6 * model.vocab_size * model.hidden_size
+    lines = []
+    for device in dict.fromkeys(devices):
+        loops = devices.count(device)
+        weights = _TRAINED_BYTES_PER_PARAMETER * _parameters(model)
+        lines.append(MemoryLine(device, "weights, gradients, Adam", loops * weights))
+        lines.append(MemoryLine(device, "activations", loops * tokens * layer * model.num_layers))
+        lines.append(MemoryLine(device, "head, in chunks", loops * head))
+        if device != "cpu":
+            lines.append(MemoryLine(device, "CUDA context and workspace", _CUDA_CONTEXT_BYTES))
+    return tuple(lines)
+
+
+def _warnings(recipe: CausalLMRecipe, model: TargetFacts, counts: list[WindowCounts | None]) -> Iterator[str]:
+    seq_len = recipe.data.seq_len
+    if 0 < model.max_positions < seq_len:
+        yield f"data.seq_len {seq_len} is longer than the model's {model.max_positions} positions"
+    for i, count in enumerate(counts):
+        store = stage_data(recipe, i).store
+        if count is None:
+            yield f"there is no store at {store}: run `helixctl prepare` first; what depends on it is unknown"
+        elif recipe.validation.every_steps and not count.validation_windows:
+            yield f"the store {store} has no held-out documents, so stage {i} is not validated: raise its fraction"
+    if recipe.model.trust_remote_code:
+        yield (
+            f"model.trust_remote_code is on: Python code that {recipe.model.checkpoint} brings along runs with your "
+            "rights; leave it off unless you have read that code"
+        )
