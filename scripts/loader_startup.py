@@ -27,8 +27,8 @@ def first_batches(loader: Any, num_batches: int) -> float:
 
 
 def measure(method: Any, num_workers: int) -> None:
-    from helixctl.data.document_set import ListedDocuments
     from helixctl.data.loaders import WorkerOptions, create_document_loader
+    from helixctl.data.window_set import ListedDocuments
     from helixctl.data.windows import WindowOptions
 
     workers = WorkerOptions(num_workers=num_workers, start_method=method)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,6 +31,32 @@ def _is_torn(line: bytes) -> bool:
         return True
 
 
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"answers cannot be written to {path}: {error.strerror or error}",
+            fix="make room or give write permission, or set data.train[0].path to another file; "
+            "answers that are there are kept",
+        ) from error
+
+
+def check_writable(path: Path) -> None:
+    """Find out before a model is loaded whether answers can be written; leaves no new file.
+
+    Raises:
+        DataError: they cannot.
+    """
+    with _writing(path):
+        existed = path.exists()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()
+        if not existed:
+            path.unlink()
+
+
 class AnswerFile:
     """Open for appending by one process at a time; use it as a context manager.
 
@@ -39,7 +66,7 @@ class AnswerFile:
 
     Raises:
         UsageError: another process writes to the file, or its answers were made with other settings.
-        DataError: the file holds something else than answers.
+        DataError: the file holds something else than answers, or cannot be written.
     """
 
     def __init__(self, path: Path, settings: str) -> None:
@@ -47,11 +74,13 @@ class AnswerFile:
         self._settings = settings
         self.finish_reasons: dict[str, str] = {}
         """Prompt hash -> finish_reason, of all answers in the file."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a+b")
+        with _writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a+b")
         try:
             self._lock()
-            self._recover()
+            with _writing(path):
+                self._recover()
         except BaseException:
             self._file.close()
             raise
@@ -60,8 +89,9 @@ class AnswerFile:
         """Write an answered conversation and `more` fields; once this returns, a kill of the process cannot lose it."""
         own = {"finish_reason": finish, "prompt_hash": prompt_hash, "settings": self._settings}
         line = json.dumps({"messages": list(messages), **more, **own}, ensure_ascii=False)
-        self._file.write(line.encode() + b"\n")
-        self._file.flush()
+        with _writing(self._path):
+            self._file.write(line.encode() + b"\n")
+            self._file.flush()
         self.finish_reasons[prompt_hash] = finish
 
     def __enter__(self) -> AnswerFile:
@@ -70,9 +100,13 @@ class AnswerFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        try:
+            with _writing(self._path) if error is None else suppress(OSError):
+                self._file.flush()
+                os.fsync(self._file.fileno())
+        finally:
+            with suppress(OSError):  # what is left in its buffer has no room on a full disk
+                self._file.close()
 
     def _lock(self) -> None:
         try:

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,12 +22,14 @@ from helixctl.data.answers import AnswerFile
 from helixctl.data.prompts import BadPrompt, Prompt, read_prompts
 from helixctl.decoding.decoded import Decoded, DecodeOptions, DecodeProgress
 from helixctl.decoding.policy import DecodeTarget
-from helixctl.decoding.speculative import stream_plain
+from helixctl.decoding.speculative import Prompts, stream_plain
+from helixctl.decoding.steady import SteadyDecoder
 from helixctl.errors import UsageError
 from helixctl.recipe.schema import RegenerateOptions
 
-WINDOW_BATCHES = 16
-"""Prompts are sorted by length within so many batches: little padding, and little read ahead of what is written."""
+WINDOW_BATCHES = 64
+"""Prompts are sorted by length within so many batches: little padding, and little read ahead of what is written. At the
+end of a window rows stand idle while the last answers are finished."""
 CACHE_TOKENS = 131_072
 """Most positions in a batch's cache; batches of long prompts get fewer rows."""
 
@@ -110,6 +113,23 @@ class RegenerateResult:
 OnProgress = Callable[[RegenerateProgress], None]
 
 
+class Decode(Protocol):
+    """Answers prompts; see ``stream_plain``."""
+
+    def __call__(
+        self, prompts: Prompts, options: DecodeOptions, *, on_progress: Callable[[DecodeProgress], None]
+    ) -> Iterator[tuple[int, Decoded]]:
+        """Index and answer, in any order."""
+        ...
+
+
+def choose_decoder(target: DecodeTarget) -> Decode:
+    """On a GPU steps are captured, and the batch keeps its size; on a CPU it shrinks with its rows."""
+    if target.device.type == "cuda":
+        return SteadyDecoder(target).stream
+    return partial(stream_plain, target)
+
+
 @dataclass
 class _Account:
     """What is counted on the way."""
@@ -145,11 +165,12 @@ def regenerate(
         raise UsageError(f"the tokenizer of {job.model} has no chat template", fix="use an instruction-tuned target")
     started_at = time.monotonic()
     account = _Account()
+    decode = choose_decoder(target)
     with AnswerFile(job.output, _fingerprint(tokenizer, job)) as answers:
         earlier = dict(answers.finish_reasons)
         for draw in _draws(job):
             for batch in _batches(_wanted(tokenizer, draw, earlier, account), job.options):
-                _answer(target, tokenizer, draw, batch, _Sink(answers, account, on_progress))
+                _answer(decode, tokenizer, draw, batch, _Sink(answers, account, on_progress))
     assert account.read == account.done, account
     return RegenerateResult(
         read=account.read,
@@ -268,7 +289,7 @@ class _Sink:
             self.on_progress(RegenerateProgress(self.account.read, self.account.done, tokens))
 
 
-def _answer(target: DecodeTarget, tokenizer: ChatTokenizer, draw: _Draw, batch: list[Encoded], sink: _Sink) -> None:
+def _answer(decode: Decode, tokenizer: ChatTokenizer, draw: _Draw, batch: list[Encoded], sink: _Sink) -> None:
     """Decode some prompts and write every answer when it is finished."""
     job = draw.job
     longest = max(len(ids) for _, ids in batch) + job.options.max_new_tokens
@@ -282,9 +303,7 @@ def _answer(target: DecodeTarget, tokenizer: ChatTokenizer, draw: _Draw, batch: 
         seed=job.seed + draw.number,
     )
     tokens_before = sink.account.tokens
-    stream = stream_plain(
-        target, [ids for _, ids in batch], options, on_progress=lambda progress: sink.tell(progress, tokens_before)
-    )
+    stream = decode([ids for _, ids in batch], options, on_progress=lambda progress: sink.tell(progress, tokens_before))
     for index, decoded in stream:
         prompt = batch[index][0]
         _write(tokenizer, prompt, draw.hash_of(prompt), decoded, sink)

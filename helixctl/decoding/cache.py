@@ -76,13 +76,17 @@ class RaggedCache(Cache):  # type: ignore[misc,unused-ignore]  # transformers is
         self.num_rows = len(rows)
         self._positions = None
 
-    def put(self, rows: Tensor, other: RowCache) -> None:
-        """Copy the rows of ``other``, which may be shorter, to ``rows`` (int64) of this cache, from position 0 on."""
+    def put(self, rows: Tensor, other: RowCache, taken: Tensor | None = None) -> None:
+        """Copy rows of ``other``, which may be shorter, to ``rows`` (int64) of this cache, from position 0 on.
+
+        ``taken`` (int64, as many as ``rows``) are the rows of ``other``; None is all of them, in order.
+        """
         assert isinstance(other, RaggedCache) and other.max_len <= self.max_len
         self._capacity = max(self._capacity, other._capacity)
         for mine, theirs in ((self._keys, other._keys), (self._values, other._values)):
             for layer, states in theirs.items():
-                self._room(mine, layer, states)[:, :, : states.shape[2]].index_copy_(0, rows, states)
+                new = states if taken is None else states.index_select(0, taken)
+                self._room(mine, layer, states)[:, :, : states.shape[2]].index_copy_(0, rows, new)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Nothing may be derived from the cache's length: positions are always given."""

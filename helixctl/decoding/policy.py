@@ -61,8 +61,11 @@ class RowCache(Protocol):
     def select(self, rows: Tensor) -> None:
         """Keep only `rows` [R'] int64, in this order."""
 
-    def put(self, rows: Tensor, other: RowCache) -> None:
-        """Copy the rows of `other`, which may be shorter, to `rows` [R'] of this cache, from position 0 on."""
+    def put(self, rows: Tensor, other: RowCache, taken: Tensor | None = None) -> None:
+        """Copy rows of `other`, which may be shorter, to `rows` [R'] of this cache, from position 0 on.
+
+        `taken` [R'] are the rows of `other`; None is all of them, in order.
+        """
 
     def expect(self, length: int) -> None:
         """The next forward writes below position `length`: said by the host, so that nobody asks the device."""

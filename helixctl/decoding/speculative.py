@@ -89,7 +89,7 @@ def _run(
     on_progress: OnProgress | None,
 ) -> Iterator[tuple[int, Decoded]]:
     """The loop: fill, then cycle; yields answers as they finish."""
-    waiting = deque(_make_rows(prompts, options))
+    waiting = deque(make_rows(prompts, options))
     if not waiting:
         return
     num_rows = min(options.batch_size, len(waiting))
@@ -121,7 +121,7 @@ def _refilled(batch: RowBatch, waiting: deque[Row]) -> bool:
     return False
 
 
-def _make_rows(prompts: Prompts, options: DecodeOptions) -> list[Row]:
+def make_rows(prompts: Prompts, options: DecodeOptions) -> list[Row]:
     """Rows for all prompts, the longest prompt first so that neighbours are of like length."""
     rows = []
     seen: Counter[tuple[int, ...]] = Counter()

@@ -19,6 +19,7 @@ from helixctl.checkpoint.export import (
     export_drafter,
 )
 from helixctl.checkpoint.published import load_format
+from helixctl.data.answers import check_writable
 from helixctl.data.prompts import read_prompts
 from helixctl.data.regenerate import RegenerateJob, RegenerateResult, regenerate
 from helixctl.errors import Problem, RecipeError, UsageError
@@ -108,6 +109,7 @@ def run_regeneration(
         raise RecipeError([Problem("data.train[0].format", "answers are written as chats", fix=fix)])
     if plan.target.recurrent:
         raise UsageError(f"{plan.target.model_type} targets cannot be decoded yet", fix="write the answers elsewhere")
+    check_writable(data.train[0].path)
     set_up_process(plan)
     job = RegenerateJob(
         prompts=data.regenerate.prompts,

@@ -4,7 +4,9 @@ import gzip
 import json
 import multiprocessing
 import os
+import resource
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2 import TemplateError
 
+from helixctl.data import regenerate as regenerate_module
+from helixctl.data.answers import check_writable
 from helixctl.data.prompts import BadPrompt, Prompt, read_prompts
 from helixctl.data.regenerate import RegenerateJob, RegenerateProgress, regenerate
+from helixctl.decoding.steady import SteadyDecoder
 from helixctl.errors import DataError, UsageError
 from helixctl.recipe.schema import RegenerateOptions
-from tests.decoding.fakes import FakeTarget
+from tests.decoding.fakes import FakeTarget, SteadyFake
 
 STOP, TURN = 1, 2
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
@@ -202,6 +207,55 @@ def test_a_second_writer_is_refused(tmp_path):
 
     regenerate(TARGET, FakeTokenizer(), job, on_progress=again)
     assert refused
+
+
+@pytest.mark.parametrize("blocked", ["folder", "file"])
+def test_an_output_that_cannot_be_written_is_an_error_before_and_during_the_work(tmp_path, blocked):
+    job = make_job(tmp_path, [{"prompt": "abc"}])
+    if blocked == "folder":
+        job.output.mkdir(parents=True)
+    else:
+        job.output.parent.write_text("a file where a folder should be")
+    for attempt in (lambda: check_writable(job.output), lambda: regenerate(TARGET, FakeTokenizer(), job)):
+        with pytest.raises(DataError, match=r"answers cannot be written to .*answers\.jsonl: ") as caught:
+            attempt()
+        assert caught.value.fix and "data.train[0].path" in caught.value.fix
+
+
+def test_the_look_at_the_output_leaves_nothing_behind_and_nothing_changed(tmp_path):
+    check_writable(tmp_path / "new" / "answers.jsonl")
+    assert list((tmp_path / "new").iterdir()) == []
+    (tmp_path / "old").write_text("kept")
+    check_writable(tmp_path / "old")
+    assert (tmp_path / "old").read_text() == "kept"
+
+
+def test_a_full_disk_keeps_what_was_answered(tmp_path):
+    """The system's own limit on file sizes stands in for a full disk."""
+    job = make_job(tmp_path, [{"prompt": word} for word in WORDS])
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (700, hard))
+        with pytest.raises(DataError, match="answers cannot be written to"):
+            regenerate(TARGET, FakeTokenizer(), job)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    result = regenerate(TARGET, FakeTokenizer(), job)
+    assert result.resumed > 0 and result.resumed + result.answered == len(WORDS)
+
+
+def test_the_decoder_of_gpus_writes_the_same_answers(tmp_path, monkeypatch):
+    jobs = []
+    for name in ("plain", "steady"):
+        (tmp_path / name).mkdir()
+        jobs.append(make_job(tmp_path / name, [{"prompt": word} for word in WORDS]))
+    plain = regenerate(TARGET, FakeTokenizer(), jobs[0])
+    monkeypatch.setattr(regenerate_module, "choose_decoder", lambda target: SteadyDecoder(target).stream)
+    steady = regenerate(SteadyFake(40, script=echo), FakeTokenizer(), jobs[1])
+    assert sorted(jobs[0].output.read_bytes().splitlines()) == sorted(jobs[1].output.read_bytes().splitlines())
+    assert replace(steady, elapsed_s=0) == replace(plain, elapsed_s=0)
 
 
 def test_progress_ends_with_everything_done(tmp_path):

@@ -21,8 +21,8 @@ class FakeCache:
     def select(self, rows):
         self.ids = self.ids[rows]
 
-    def put(self, rows, other):
-        self.ids[rows, : other.ids.shape[1]] = other.ids
+    def put(self, rows, other, taken=None):
+        self.ids[rows, : other.ids.shape[1]] = other.ids if taken is None else other.ids[taken]
 
     def expect(self, length):
         assert length <= self.ids.shape[1]
@@ -71,6 +71,15 @@ class FakeTarget:
         if logits_at is not None:
             logits = logits[torch.arange(len(logits)), logits_at].unsqueeze(1)
         return logits, [features, features + 1]
+
+
+class SteadyFake(FakeTarget):
+    """For the decoder of fixed shapes: steps say where a row ends, not where its tokens do."""
+
+    def decode_step(self, input_ids, positions, cache, logits_at=None):
+        assert int(positions.max()) < cache.expected <= cache.ids.shape[1]
+        cache.expected = None
+        return super().decode_step(input_ids, positions, cache, logits_at)
 
 
 class FakePolicy:
