@@ -55,8 +55,9 @@ class Load:
     rows: int
     seq_len: int
     num_taps: int
-    """Tensors of features per token: the taps, and the last hidden state where the loss needs it."""
     num_slots: int
+    last_hidden: bool
+    """The last hidden state is captured beside the taps."""
     parameters: int
     """Of one drafter."""
     step: Mapping[str, StepBytes]
@@ -75,8 +76,10 @@ class Load:
 
     @property
     def feature_bytes(self) -> int:
-        """Of one micro-batch: K x [R, S, H]."""
-        return self.num_taps * self.rows * self.seq_len * self.target.hidden_size * self.element_bytes
+        """Of one micro-batch: K x [R, S, H], and the last hidden state where it is captured."""
+        return (
+            (self.num_taps + self.last_hidden) * self.rows * self.seq_len * self.target.hidden_size * self.element_bytes
+        )
 
 
 def estimate_memory(load: Load) -> tuple[MemoryLine, ...]:

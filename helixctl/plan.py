@@ -16,6 +16,7 @@ from helixctl.machine import Machine, World
 from helixctl.memory import Load, MemoryLine, estimate_memory, memory_problems, memory_warnings
 from helixctl.models.drafters._memory import Work
 from helixctl.models.facts import DTYPE_BYTES, TargetFacts, read_target_facts
+from helixctl.models.taps import choose_taps
 from helixctl.plugins import DRAFTERS, load_plugin
 from helixctl.recipe.schema import DrafterOptions, LoopOptions, PipelineOptions, Recipe
 
@@ -37,6 +38,8 @@ class Plan:
     recipe: Recipe
     target: TargetFacts
     target_layer_ids: tuple[int, ...]
+    last_hidden: bool
+    """The target's last hidden state is captured too, for a loss that compares with its distribution."""
     target_devices: tuple[str, ...]
     drafter_devices: tuple[str, ...]
     num_slots: int
@@ -77,6 +80,11 @@ class Plan:
         return self.drafter_devices
 
     @property
+    def captured_layers(self) -> tuple[int, ...]:
+        """The taps, and the last layer where its state is wanted."""
+        return (*self.target_layer_ids, self.target.num_layers - 1) if self.last_hidden else self.target_layer_ids
+
+    @property
     def num_drafters(self) -> int:
         """Drafters of all processes together."""
         return self.world.size * len(self.drafter_devices)
@@ -99,7 +107,7 @@ def make_plan(recipe: Recipe, machine: Machine) -> Plan:
         DataError: the store is torn.
     """
     target = read_target_facts(recipe.target)
-    taps, problems = _target_layer_ids(recipe.drafter, target)
+    taps, problems = choose_taps(recipe.drafter, target)
     _refuse([*problems, *_check_mask_token(recipe.drafter, target), *_check_devices(recipe.pipeline, machine)])
     packing = recipe.data.packing and not target.recurrent
     counts = _count_data(recipe, packing)
@@ -116,6 +124,7 @@ def make_plan(recipe: Recipe, machine: Machine) -> Plan:
         recipe=recipe,
         target=target,
         target_layer_ids=taps,
+        last_hidden=load.last_hidden,
         target_devices=targets,
         drafter_devices=drafters,
         num_slots=load.num_slots,
@@ -145,25 +154,6 @@ def make_plan(recipe: Recipe, machine: Machine) -> Plan:
 def _refuse(problems: list[Problem]) -> None:
     if problems:
         raise RecipeError(problems)
-
-
-def default_target_layer_ids(num_layers: int, num_taps: int) -> tuple[int, ...]:
-    """An even spread from layer 1 to layer N-3, as published drafters use; (36, 5) -> 1, 9, 17, 25, 33.
-
-    Targets too small for that spread are tapped evenly from the first to the last layer.
-
-    Raises:
-        ValueError: more taps than layers.
-    """
-    if not 1 <= num_taps <= num_layers:
-        raise ValueError(f"{num_taps} taps of {num_layers} layers")
-    if num_taps == 1:
-        return (num_layers // 2,)
-    # Python rounds halves to even, and so does the published formula.
-    ids = tuple(round(1 + i * (num_layers - 4) / (num_taps - 1)) for i in range(num_taps))
-    if num_layers > 4 and len(set(ids)) == num_taps:
-        return ids
-    return tuple(round(i * (num_layers - 1) / (num_taps - 1)) for i in range(num_taps))
 
 
 def make_devices(
@@ -216,7 +206,8 @@ def _make_load(
         target_dtype=_target_dtype(recipe, target, targets, machine),
         rows=rows,
         seq_len=seq_len,
-        num_taps=len(_target_layer_ids(recipe.drafter, target)[0]),
+        num_taps=len(choose_taps(recipe.drafter, target)[0]),
+        last_hidden=options.needs_last_hidden(recipe.drafter),
         num_slots=advised_slots(len(targets), len(drafters)) if slots == "auto" else slots,
         parameters=options.parameter_count(recipe.drafter, target),
         step={d: options.step_bytes(recipe.drafter, target, Work(rows, seq_len, size, d != "cpu")) for d in drafters},
@@ -224,30 +215,6 @@ def _make_load(
         num_processes=machine.world.size,
         stored=recipe.target.features is not None,
     )
-
-
-def _target_layer_ids(drafter: DrafterOptions, target: TargetFacts) -> tuple[tuple[int, ...], list[Problem]]:
-    """The taps, and what is wrong with them."""
-    ids, last = drafter.target_layer_ids, target.num_layers - 1
-    if ids is None:
-        num_taps = drafter.num_taps or drafter.num_layers
-        if num_taps <= target.num_layers:
-            return default_target_layer_ids(target.num_layers, num_taps), []
-        message = f"would be {num_taps}, but the target has only {target.num_layers} layers"
-        return (), [Problem("drafter.num_taps", message, fix=f"set drafter.num_taps to {target.num_layers} or less")]
-    key, proper = "drafter.target_layer_ids", sorted({i for i in ids if i <= last})
-    even = default_target_layer_ids(target.num_layers, min(max(len(ids), 1), target.num_layers))
-    instead, fix = f"use {list(even)}, or leave it out", f"use {proper}"
-    message = f"is {list(ids)}, but "
-    if not ids:
-        return ids, [Problem(key, "is empty", fix=instead)]
-    if max(ids) > last:
-        return ids, [Problem(key, f"{message}the target's layers are 0 to {last}", fix=instead)]
-    if len(set(ids)) < len(ids):
-        return ids, [Problem(key, f"{message}every layer is tapped once", fix=fix)]
-    if list(ids) != proper:
-        return ids, [Problem(key, f"{message}layers stand in ascending order", fix=fix)]
-    return ids, []
 
 
 def _check_mask_token(drafter: DrafterOptions, target: TargetFacts) -> Iterator[Problem]:
@@ -329,6 +296,7 @@ def _check_features(recipe: Recipe, taps: tuple[int, ...], load: Load) -> Iterat
     from helixctl.data.stored_features import FeatureKey, check_features, digest_target
 
     width, target = load.target.hidden_size, digest_target(load.target.raw)
+    taps = (*taps, load.target.num_layers - 1) if load.last_hidden else taps
     wanted = FeatureKey("", target, taps, load.target_dtype, width, recipe.data.seq_len)
     yield from check_features(recipe.target.features, wanted, recipe.data.store)
 

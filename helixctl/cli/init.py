@@ -11,7 +11,7 @@ from pathlib import Path
 from helixctl.cli.peek import DataPeek, MaskToken, choose_mask_token, peek_data, peek_tokenizer
 from helixctl.errors import ModelError, UsageError
 from helixctl.models.facts import TargetFacts, read_target_facts
-from helixctl.plan import default_target_layer_ids
+from helixctl.models.taps import default_target_layer_ids
 from helixctl.plugins import DRAFTERS, plugin_names
 from helixctl.recipe.schema import TargetOptions
 

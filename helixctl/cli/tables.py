@@ -37,7 +37,8 @@ def plan_sections(plan: Plan) -> Iterator[tuple[str, dict[str, str]]]:
         "drafter",
         {
             "algorithm": f"{drafter.algorithm}, {drafter.num_layers} layers, {plan.parameters / 1e6:,.1f} M parameters",
-            "taps": ", ".join(str(i) for i in plan.target_layer_ids),
+            "taps": ", ".join(str(i) for i in plan.target_layer_ids)
+            + (", and the last hidden state" if plan.last_hidden else ""),
             "blocks": f"{drafter.block_size} tokens, {drafter.num_anchors} anchors per row, "
             f"mask token {drafter.mask_token_id}",
             "dtype": f"{plan.compute_dtype}, float32 masters",

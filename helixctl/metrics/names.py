@@ -60,6 +60,19 @@ MEANINGS: dict[str, str] = {
 }
 """Fixed names. Families of names have functions below."""
 
+TERM = "term_"
+"""Begins the sums of a loss's terms among those that a drafter returns."""
+
+
+def train_term(term: str) -> str:
+    """One term of a loss that has several, such as kl: unscaled, over the same weights as train/loss."""
+    return f"train/{term}"
+
+
+def val_term(term: str) -> str:
+    """As ``train_term``, on held-out rows."""
+    return f"val/{term}"
+
 
 def val_accuracy(slot: int) -> str:
     """Share of held-out blocks whose slot ``slot`` (1 .. block_size - 1) is right, among those that have the slot."""

@@ -31,7 +31,7 @@ from helixctl.models.target import Target
 from helixctl.plan import Plan
 from helixctl.plugins import DRAFTERS, load_plugin
 from helixctl.training.drafter import DrafterStage, Lane, Observer, Restore
-from helixctl.training.feature_cache import CachedFeatures, FeatureSource
+from helixctl.training.feature_cache import CachedFeatures, FeatureSource, WithLastHidden
 from helixctl.training.optim import make_moments, optimizer_tensors
 from helixctl.training.processes import OneProcess, Processes, ProcessGroup
 from helixctl.training.published import load_into, open_for
@@ -293,7 +293,10 @@ def make_slot_for(plan: Plan, device: torch.device) -> SlotBatch:
     recipe = plan.recipe
     shape = (recipe.train.micro_batch_rows, recipe.data.seq_len, recipe.drafter.num_anchors)
     dtype = getattr(torch, plan.target_dtype)
-    return make_slot(shape, len(plan.target_layer_ids), plan.target.hidden_size, device, dtype)
+    slot = make_slot(shape, len(plan.captured_layers), plan.target.hidden_size, device, dtype)
+    if plan.last_hidden:
+        slot.last_hidden = slot.features.pop()
+    return slot
 
 
 def _loader(plan: Plan, store: Store, targets: Targets, device: str) -> Callable[[], FeatureSource]:
@@ -303,7 +306,8 @@ def _loader(plan: Plan, store: Store, targets: Targets, device: str) -> Callable
         target = targets.on(device)
         warm_up_target(target, plan)
         cache_mib = plan.recipe.target.feature_cache_mib
-        return CachedFeatures(target, cache_mib << 20) if cache_mib else target
+        source = WithLastHidden(target) if plan.last_hidden else target
+        return CachedFeatures(source, cache_mib << 20) if cache_mib else source
 
     return load
 

@@ -314,7 +314,8 @@ class _TargetStage:
                 return
             length = int(layout.lengths[entry])
             ids = torch.from_numpy(split.tokens(int(layout.documents[entry]))[:length].astype("int64"))
-            yield [feature[0] for feature in self._target.features(make_document_batch(ids))]
+            batch, last = make_document_batch(ids), self._capture.plan.last_hidden
+            yield [feature[0] for feature in self._target.features(batch, last_hidden=last)]
             self.num_tokens += length
             self.progress.beat(self.name)
 

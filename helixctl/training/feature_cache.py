@@ -9,12 +9,14 @@ Legend: R rows, S tokens per row, K taps, H target width.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from helixctl.data.batch import MicroBatch, make_document_batch
+from helixctl.models.target import Target
 
 
 class FeatureSource(Protocol):
@@ -25,7 +27,23 @@ class FeatureSource(Protocol):
         """Where the features are."""
 
     def features(self, batch: MicroBatch) -> list[Tensor]:
-        """K tensors [R, S, H]; values at padding mean nothing."""
+        """K tensors [R, S, H], one more where the last hidden state is wanted; values at padding mean nothing."""
+
+
+@dataclass(frozen=True)
+class WithLastHidden:
+    """A target that gives its last hidden state behind the taps."""
+
+    target: Target
+
+    @property
+    def device(self) -> torch.device:
+        """The target's."""
+        return self.target.device
+
+    def features(self, batch: MicroBatch) -> list[Tensor]:
+        """K + 1 tensors [R, S, H]."""
+        return self.target.features(batch, last_hidden=True)
 
 
 class CachedFeatures:

@@ -11,7 +11,7 @@ Legend: S tokens of one document, A anchors, B block size, H target width, V voc
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +57,8 @@ def prove(
 def same_logits(plan: Plan, model: nn.Module, slot: SlotBatch, shared: SharedWeights) -> Proof:
     """Proof 1: every valid block, trained forward against the decode loop's."""
     policy: Any = make_policy(plan, model, shared)
-    trained = shared.logits(model(slot, shared)[0, :, 1:].to(shared.head.dtype)).float()  # [A, B-1, V]
+    states: Tensor = cast(Any, model).drafted_states(slot, shared)[0]  # [A, B-1, H]
+    trained = shared.logits(states.to(shared.head.dtype)).float()  # [A, B-1, V]
     policy.start(1, slot.input_ids.shape[1] + policy.block_size)
     worst = scale = 0.0
     for place in slot.anchor_valid[0].nonzero()[:, 0].tolist():

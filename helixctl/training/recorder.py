@@ -91,6 +91,9 @@ class Recorder:
         self._state.step = step
         meter = self._meter
         meter.add(names.TRAIN_LOSS, sums["loss_num"], sums["loss_den"])
+        for name in sums:
+            if name.startswith(names.TERM):
+                meter.add(names.train_term(name.removeprefix(names.TERM)), sums[name], sums["loss_den"])
         meter.add(names.TRAIN_ACCURACY, sums["correct"], sums["count"])
         meter.add(names.TRAIN_GRAD_NORM, outcome.grad_norm)
         meter.set(names.TRAIN_LEARNING_RATE, outcome.learning_rate)

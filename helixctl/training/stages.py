@@ -122,7 +122,7 @@ class TargetStage:
                 with stream.named(self.name):
                     features = target.features(work.batch)
                 if not self._has_checked:
-                    check_taps(features, self._taps, work.batch)
+                    check_taps(features[: len(self._taps)], self._taps, work.batch)
                     self._has_checked = True
                 self._outbox.send(Captured(work, stream.handoff(features)))
         self._outbox.close()

@@ -43,7 +43,7 @@ def feature_key(plan: Plan, store: Store) -> FeatureKey:
     return FeatureKey(
         data=store.fingerprint,
         target=digest_target(plan.target.raw),
-        taps=plan.target_layer_ids,
+        taps=plan.captured_layers,
         dtype=plan.target_dtype,
         width=plan.target.hidden_size,
         seq_len=plan.recipe.data.seq_len,

@@ -80,7 +80,7 @@ class Validator:
         drafter = cast(Drafter, self.model)
         for seq in range(first, sequence.total):
             batch = loader.batch(seq)
-            fill_slot(slot, batch, target.features(batch))
+            fill_slot(slot, batch, target.features(batch, last_hidden=plan.last_hidden))
             with torch.no_grad(), autocast(plan, self.device):
                 for name, value in drafter.evaluate(slot, target.shared).items():
                     sums[name] = sums[name] + value if name in sums else value.clone()

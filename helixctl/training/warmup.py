@@ -67,7 +67,7 @@ def warm_up_target(target: Target, plan: Plan) -> None:
     """Compile what the target compiles."""
     if compiles(target.device):
         for _ in range(PASSES):
-            target.features(made_up_batch(plan))
+            target.features(made_up_batch(plan), last_hidden=plan.last_hidden)
         torch.cuda.synchronize(target.device)  # nothing of the warm-up is left when the gate opens
 
 
@@ -76,7 +76,8 @@ def warm_up_drafter(slot: SlotBatch, plan: Plan, passes: Callable[[], None]) -> 
     batch = made_up_batch(plan)
     generator = torch.Generator().manual_seed(0)
     shape = slot.features[0].shape
-    features: list[Tensor] = [torch.randn(shape, generator=generator) for _ in slot.features]
+    num_features = len(slot.features) + (slot.last_hidden is not None)
+    features: list[Tensor] = [torch.randn(shape, generator=generator) for _ in range(num_features)]
     fill_slot(slot, batch, features)
     for _ in range(PASSES):
         passes()

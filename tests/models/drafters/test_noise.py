@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 import pytest
 import torch
@@ -17,7 +19,9 @@ def features(num_taps: int = 2, dtype: torch.dtype = torch.float32) -> list[torc
     return [(torch.randn(SHAPE, generator=generator) * 10.0**i).to(dtype) for i in range(num_taps)]
 
 
-def noise(kind: str, scale: float = 0.5, seed: int = 3, number: int = 7) -> list[torch.Tensor]:
+def noise(
+    kind: Literal["uniform", "gaussian"], scale: float = 0.5, seed: int = 3, number: int = 7
+) -> list[torch.Tensor]:
     """What is added, relative to each token's mean absolute value."""
     taps = features()
     noisy = add_noise(taps, FeatureNoise(kind=kind, scale=scale), seed, torch.tensor(number))
