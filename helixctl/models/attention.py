@@ -81,7 +81,10 @@ def packed_attention(
             f"{type(module).__name__} brings a mask, a position bias or bidirectional attention of its own",
             fix="use another target: documents packed in one row could see each other here",
         )
-    rule.num_calls += 1
+    if not torch.compiler.is_dynamo_compiling():  # a changing number would be guarded, and every layer compiled anew
+        rule.num_calls += 1
+    if query.dtype != value.dtype:  # under autocast, as rotary tables are float32
+        query, key = query.to(value.dtype), key.to(value.dtype)
     return rule.attend(query, key, value, _scores(module, query, kwargs)), None
 
 
@@ -105,6 +108,20 @@ def make_packing(backend: Backend, batch: MicroBatch, device: torch.device, flex
         return DensePacking(document_ids)
     assert flex is not None
     return FlexPacking(flex, batch.document_ids, document_ids)
+
+
+class Probe:
+    """Attends to nothing and keeps what the layers ask for: how many there are, and with which windows."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+        self.windows: set[int | None] = set()
+
+    def attend(self, query: Tensor, _key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        """See ``Rule``; zeros."""
+        self.windows.add(scores.window)
+        rows, heads, tokens = query.shape[:3]
+        return value.new_zeros(rows, tokens, heads, value.shape[-1])
 
 
 class SegmentPacking:

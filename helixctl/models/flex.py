@@ -9,7 +9,7 @@ Legend: R rows, S tokens per row, Q blocks of 128 tokens per row, N heads, D hea
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -65,6 +65,12 @@ class FlexPacking:
         self._host_ids = host_ids  # [R, S] on the CPU
         self._device_ids = device_ids  # the same on the device
         self._masks: dict[int | None, BlockMask] = {}
+
+    def make_masks(self, windows: Iterable[int | None]) -> None:
+        """Make the masks of ``windows`` now; compiled layers only read them."""
+        for window in windows:
+            if window not in self._masks:
+                self._masks[window] = document_blocks(self._host_ids, self._device_ids, window)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """[R, N, S, D] -> [R, S, N, Dv]."""
