@@ -7,10 +7,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.fork_server import fork_server
+from tests.fork_server import ForkServer, fork_server
 from tests.reliability.cases import DAMAGES, STALL_S, Case, all_cases
 from tests.reliability.faults import JOIN_S
 from tests.reliability.harness import Harness, Outcome, faults_found
+from tests.reliability.worker_cases import run_worker_case, worker_cases
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reliability.md"
 BEGIN, END = "<!-- outcomes: written by scripts/reliability -->", "<!-- end of outcomes -->"
@@ -23,6 +24,8 @@ def main() -> int:
     with fork_server() as server, tempfile.TemporaryDirectory() as folder:
         harness = Harness(server, Path(folder))
         rows = list(run_cases(harness, wrong))
+        (workers := Path(folder) / "workers").mkdir()
+        rows += run_worker_cases(server, workers, wrong)
     text = PAGE.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
@@ -42,6 +45,15 @@ def run_cases(harness: Harness, wrong: list[str]) -> Iterator[tuple[str, ...]]:
         result = harness.run_damaged(damage)
         wrong += [] if result else [f"checkpoint: {damage}"]
         yield ("checkpoint", damage, "passed over, with the reason; an older one is used", "0", "", equal(result))
+
+
+def run_worker_cases(server: ForkServer, folder: Path, wrong: list[str]) -> Iterator[tuple[str, ...]]:
+    """A row per case of a worker process."""
+    for case in worker_cases():
+        outcome = run_worker_case(case, server, folder)
+        wrong += [f"{case.name}: {what}" for what in faults_found(case, outcome)]
+        print(f"{case.name}: {outcome.detection_s:.2f} s")
+        yield row(case, outcome)
 
 
 def row(case: Case, outcome: Outcome) -> tuple[str, ...]:

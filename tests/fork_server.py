@@ -13,6 +13,7 @@ import select
 import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -64,12 +65,19 @@ class ForkServer:
         self._process = process
         self._count = 0
 
-    def start(self, arguments: Sequence[str], logs: Path, environment: Mapping[str, str] | None = None) -> Child:
-        """`helixctl ARGUMENTS...`, its output in a file of the folder `logs`."""
+    def start(
+        self,
+        arguments: Sequence[str],
+        logs: Path,
+        environment: Mapping[str, str] | None = None,
+        program: str = "helixctl.cli.app",
+    ) -> Child:
+        """`helixctl ARGUMENTS...`, its output in a file of the folder `logs`; `program` is a module with a `main()`."""
         self._count += 1
         logs.mkdir(parents=True, exist_ok=True)
         log = logs / f"output-{self._count}.txt"
-        pid = self.ask({"arguments": list(arguments), "log": str(log), "environment": dict(environment or {})})
+        request = {"arguments": list(arguments), "log": str(log), "environment": dict(environment or {})}
+        pid = self.ask({**request, "program": program})
         return Child(self, pid, log)
 
     def ask(self, request: dict[str, Any]) -> Any:
@@ -114,7 +122,6 @@ def serve() -> None:
 
 def run_child(request: dict[str, Any]) -> int:
     """Never returns."""
-    from helixctl.cli.app import main
     from tests.reliability.faults import FAULT, install_fault
 
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -128,9 +135,12 @@ def run_child(request: dict[str, Any]) -> int:
         install_fault(os.environ[FAULT])
     code: Any = 1
     try:
-        main()
+        import_module(request["program"]).main()
+        code = 0
     except SystemExit as end:
         code = end.code or 0
+    except Exception:
+        traceback.print_exc()  # as the interpreter would, before the exit code 1
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

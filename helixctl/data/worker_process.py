@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch.utils.data import DataLoader
 from helixctl.errors import DataError, UsageError
 
 _DUMP_SIGNAL = signal.SIGUSR1
-_LOOK_EVERY_S = 5.0
+_LOOK_EVERY_S = 1.0
 _SOCKET_BYTES = 107  # sun_path of unix(7), without its end
 _SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 _TIMED_OUT = "DataLoader timed out"
@@ -108,13 +109,13 @@ def watch(loader: DataLoader[Any], timeout_s: float, role: str) -> Iterator[Any]
             except StopIteration:
                 return
             yield batch
-    except RuntimeError as error:
-        workers = [process.pid for process in getattr(iterator, "_workers", multiprocessing.active_children())]
-        raise _explain(error, workers, timeout_s, role) from error
+    except (RuntimeError, EOFError, OSError) as error:
+        processes = getattr(iterator, "_workers", multiprocessing.active_children())
+        raise _explain(error, processes, timeout_s, role) from error
 
 
 def _next(iterator: Any, timeout_s: float | None) -> Any:
-    """The next batch, looking every few seconds whether the workers live.
+    """The next batch, looking every second whether the workers live.
 
     torch looks only when its own timeout is over, and relies on SIGCHLD before; workers from a server are no children
     of this process, and send none. After torch's timeout one may simply ask again: nothing is lost by it. The timeout
@@ -136,8 +137,8 @@ def _next(iterator: Any, timeout_s: float | None) -> Any:
         iterator._timeout = timeout_s
 
 
-def _explain(error: RuntimeError, workers: list[int], timeout_s: float, role: str) -> Exception:
-    text = str(error)
+def _explain(error: Exception, processes: Sequence[Any], timeout_s: float, role: str) -> Exception:
+    text, workers = str(error), [process.pid for process in processes]
     if _TIMED_OUT in text:
         states = ", ".join(f"{pid} ({_state(pid)})" for pid in workers)
         dump_stacks(workers)
@@ -145,10 +146,17 @@ def _explain(error: RuntimeError, workers: list[int], timeout_s: float, role: st
             f"no {role} batch for {timeout_s:g} s; workers {states}; stacks of all processes are on stderr",
             fix="see where they stand; raise timeout_s if they were only slow, or use 0 workers",
         )
-    if "exited unexpectedly" in text or "is killed by signal" in text:
-        fix = "see its message above; if memory ran out, use fewer workers; a script needs a __main__ guard"
-        return DataError(f"a worker of the {role} loader ended: {text.splitlines()[0]}", fix=fix)
-    return error
+    reason = text.partition("\n")[0]
+    if isinstance(error, (EOFError, OSError)):  # a worker that dies takes along a batch that waited to be fetched
+        wait_for_any([process.sentinel for process in processes], _LOOK_EVERY_S)  # the connection may break before
+        ended = [f"process {process.pid}, exit code {process.exitcode}" for process in processes if process.exitcode]
+        if not ended or "Caught" in reason:  # the dataset's own error
+            return error
+        reason = ", ".join(ended)
+    elif not ("exited unexpectedly" in text or "is killed by signal" in text):
+        return error
+    fix = "see its message above; if memory ran out, use fewer workers; a script needs a __main__ guard"
+    return DataError(f"a worker of the {role} loader ended: {reason}", fix=fix)
 
 
 def dump_stacks(workers: Sequence[int]) -> None:

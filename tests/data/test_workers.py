@@ -116,13 +116,3 @@ def test_a_killed_parent_takes_its_workers_along(tmp_path: Path) -> None:
     assert Store.open(tmp_path / "store").split("train").num_documents == 3
     prepare(Recipe.model_validate_json(recipe_json(tmp_path, 5, workers=0)))
     assert not (tmp_path / ".store.tmp").exists()
-
-
-def test_a_killed_worker_is_an_error_that_says_so(tmp_path: Path) -> None:
-    process, workers = start_endless(tmp_path)
-    signal.pidfd_send_signal(workers[0], signal.SIGKILL)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert "a process of prepare ended before its work was done" in errors
-    wait_until_ended(workers)
-    assert Store.open(tmp_path / "store").split("train").num_documents == 3

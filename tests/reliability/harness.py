@@ -13,8 +13,8 @@ from typing import Any
 
 from helixctl.checkpoint.store import latest_checkpoint, load_checkpoint
 from tests.fork_server import Child, ForkServer
-from tests.reliability.cases import Case
-from tests.reliability.faults import FAULT, PLACES
+from tests.reliability.cases import STALL_S, Case
+from tests.reliability.faults import FAULT, JOIN_S, PLACES
 from tests.training.worlds import make_world, tensors_equal
 
 STEPS = 12
@@ -143,7 +143,7 @@ def faults_found(case: Case, outcome: Outcome) -> list[str]:
     text = " ".join(outcome.output.split())
     spoiled = case.fault.startswith("NaN")  # what was left out or skipped before the end stays so
     lossy = case.role == "metric sink" and case.exit_code == 0
-    limit_s = 2.0 if case.fault != "hang in C" else 2.0 + 3.0 + 1.0
+    limit_s = 2.0 if case.fault != "hang in C" else 2.0 + STALL_S + JOIN_S
     books = outcome.accounting
     checks = {
         f"exit code {outcome.exit_code}": outcome.exit_code == case.exit_code,

@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.fork_server import fork_server
+from tests.fork_server import ForkServer, fork_server
 from tests.reliability.cases import DAMAGES, Case, all_cases
 from tests.reliability.harness import Harness, faults_found
+from tests.reliability.worker_cases import run_worker_case, worker_cases
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
-    with fork_server() as server:
-        yield Harness(server, tmp_path_factory.mktemp("world"))
+def server() -> Iterator[ForkServer]:
+    with fork_server() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def harness(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Harness:
+    return Harness(server, tmp_path_factory.mktemp("world"))
 
 
 @pytest.mark.parametrize("case", list(all_cases()), ids=lambda case: case.name)
 def test_fault(case: Case, harness: Harness) -> None:
     outcome = harness.run(case)
+    assert not faults_found(case, outcome), f"{faults_found(case, outcome)}\n{outcome.output}"
+
+
+@pytest.mark.parametrize("case", list(worker_cases()), ids=lambda case: case.name)
+def test_fault_in_a_worker_process(case: Case, server: ForkServer, tmp_path: Path) -> None:
+    outcome = run_worker_case(case, server, tmp_path)
     assert not faults_found(case, outcome), f"{faults_found(case, outcome)}\n{outcome.output}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from scripts.reliability import BEGIN, END, HEADER, PAGE
 from tests.reliability.cases import DAMAGES, all_cases
+from tests.reliability.worker_cases import worker_cases
 
 
 def rows() -> list[list[str]]:
@@ -16,8 +17,10 @@ def test_the_page_is_that_of_the_cases() -> None:
     header, _, *found = rows()
     assert tuple(header) == HEADER
     expected = [[case.role, case.fault, case.outcome, str(case.exit_code)] for case in all_cases()]
-    assert [row[:4] for row in found[: len(expected)]] == expected
-    assert [row[1] for row in found[len(expected) :]] == list(DAMAGES)
+    damages, processes = len(expected), list(worker_cases())
+    assert [row[:4] for row in found[:damages]] == expected
+    assert [row[1] for row in found[damages : damages + len(DAMAGES)]] == list(DAMAGES)
+    assert [row[:3] for row in found[damages + len(DAMAGES) :]] == [[c.role, c.fault, c.outcome] for c in processes]
     assert {row[5] for row in found} == {"bit-equal", "as expected"}
 
 
