@@ -11,7 +11,8 @@ from tests.fork_server import ForkServer, fork_server
 from tests.reliability.cases import DAMAGES, STALL_S, Case, all_cases
 from tests.reliability.faults import JOIN_S
 from tests.reliability.harness import Harness, Outcome, faults_found
-from tests.reliability.worker_cases import run_worker_case, worker_cases
+from tests.reliability.loader_program import TIMEOUT_S
+from tests.reliability.worker_cases import LOADER, run_worker_case, worker_cases
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reliability.md"
 BEGIN, END = "<!-- outcomes: written by scripts/reliability -->", "<!-- end of outcomes -->"
@@ -59,7 +60,8 @@ def run_worker_cases(server: ForkServer, folder: Path, wrong: list[str]) -> Iter
 def row(case: Case, outcome: Outcome) -> tuple[str, ...]:
     """One line of the table."""
     hangs = case.fault == "hang in C"
-    waits = f" of which {STALL_S + JOIN_S:g} s are the test's timeouts" if hangs else ""
+    timeouts_s = TIMEOUT_S if case.role == LOADER else STALL_S + JOIN_S
+    waits = f" of which {timeouts_s:g} s are the test's timeouts" if hangs else ""
     told = "" if case.exit_code == 0 else f"{outcome.detection_s:.1f} s{waits}"
     code = "0" if case.exit_code == 0 else str(case.exit_code)
     later = "as expected" if case.fault.startswith("NaN") else equal(outcome.same_parameters)
