@@ -9,16 +9,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+DOCS = "docs"
+"""Where the pages are that errors name: below the root of the checkout."""
+
 
 class HelixError(Exception):
     """Something the user can act on. ``exit_code`` is what the command returns."""
 
     exit_code = 1
 
-    def __init__(self, message: str, *, fix: str | None = None) -> None:
+    def __init__(self, message: str, *, fix: str | None = None, see: str | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.fix = fix
+        self.see = see
+        """``page.md#anchor`` where more is told than at the class's own place in errors.md."""
+
+    @property
+    def page(self) -> str:
+        """The page and anchor that tell more; every class has its own in errors.md."""
+        return f"{DOCS}/{self.see or f'errors.md#{type(self).__name__.lower()}'}"
 
     def __str__(self) -> str:
         return f"{self.message}\n  fix: {self.fix}" if self.fix else self.message
@@ -68,6 +78,12 @@ class StageFailed(HelixError):
         text = getattr(cause, "message", None) or f"{type(cause).__name__}: {cause}"
         super().__init__(f"stage {stage!r} failed: {text}", fix=fix)
         self.stage = stage
+        self._cause = cause
+
+    @property
+    def page(self) -> str:
+        """That of the cause, where it has one."""
+        return self._cause.page if isinstance(self._cause, HelixError) else super().page
 
 
 class Interrupted(HelixError):

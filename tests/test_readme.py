@@ -67,6 +67,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     save_target(tmp_path / "path/to/target")
     write_jsonl(tmp_path / "data/train.jsonl", conversations(40))
     monkeypatch.setenv("HELIXCTL_DOCTOR_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HELIXCTL_PROMETHEUS_PORT", "0")
     commit_code(tmp_path)
     yield tmp_path
 

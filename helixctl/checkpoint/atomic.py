@@ -28,6 +28,7 @@ TEMPORARY_PREFIX = ".tmp-"
 _REPLACED_PREFIX = ".replaced-"
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FIXES = {
     errno.ENOSPC: "free space on that disk, then run the command again (training: with --resume)",
     errno.EDQUOT: "the quota is used up: free space, then run the command again (training: with --resume)",
@@ -71,7 +72,8 @@ def explained(doing: str) -> Iterator[None]:
         number = error.errno if isinstance(error, OSError) else _errno_in(str(error))
         text = os.strerror(number) if number else str(error)
         fix = _FIXES.get(number or 0, "check the disk and the folder's permissions")
-        raise CheckpointError(f"{doing}: {text}", fix=fix) from error
+        see = "errors.md#a-full-disk" if number in _FULL else None
+        raise CheckpointError(f"{doing}: {text}", fix=fix, see=see) from error
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -48,9 +48,10 @@ def render_error(error: HelixError) -> None:
         console.print(Text.assemble(("error", "bold red"), f": {count} mistake{'s' * (count > 1)} in the recipe"))
         for problem in error.problems:
             _print_problem(console, problem)
-        return
-    _print_message(console, Text.assemble(("error", "bold red"), f": {error.message}"))
-    _print_fix(console, error.fix)
+    else:
+        _print_message(console, Text.assemble(("error", "bold red"), f": {error.message}"))
+        _print_fix(console, error.fix)
+    _print_message(console, Text(f"more: {error.page}", style="dim"), indent=2)
 
 
 def render_bug(error: Exception) -> None:

@@ -64,6 +64,7 @@ def check_tokenizer(store: Store, tokenizer: PreTrainedTokenizerBase) -> None:
         raise DataError(
             f"the store {store.path} was made with another {' and another '.join(differing)} than the recipe's",
             fix="run `helixctl prepare` again",
+            see="errors.md#another-tokenizer",
         )
 
 

@@ -40,6 +40,10 @@ MAX_SHARDS = 4096
 _AGAIN = "run `helixctl prepare RECIPE --features {path}` again"
 
 
+class FeaturesError(DataError):
+    """Stored features are missing, torn, or those of something else."""
+
+
 @dataclass(frozen=True)
 class FeatureKey:
     """What features mean nothing without; all of it known before the target is loaded, but for the weights."""
@@ -173,43 +177,43 @@ def read_features(path: Path) -> FeatureManifest:
     """Read ``features.json`` of the folder ``path``; opens no shard.
 
     Raises:
-        DataError: no features there, another format version, or an unreadable manifest.
+        FeaturesError: no features there, another format version, or an unreadable manifest.
     """
     file, again = path / MANIFEST, _AGAIN.format(path=path)
     if not file.is_file():
         what = "is not a folder of features" if path.exists() else "does not exist"
-        raise DataError(f"{path} {what}", fix=again)
+        raise FeaturesError(f"{path} {what}", fix=again)
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         if (content["format"], content["version"]) != (FORMAT_NAME, FORMAT_VERSION):
             found = f"{content['format']} {content['version']}"
-            raise DataError(f"{path} holds {found}, this helixctl reads {FORMAT_NAME} {FORMAT_VERSION}", fix=again)
+            raise FeaturesError(f"{path} holds {found}, this helixctl reads {FORMAT_NAME} {FORMAT_VERSION}", fix=again)
         key = FeatureKey(**{**content["key"], "taps": tuple(content["key"]["taps"])})
         shards = {str(name): int(size) for name, size in content["shards"].items()}
         return FeatureManifest(key, int(content["shard_tokens"]), shards)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{file} cannot be read: {type(error).__name__}: {error}", fix=again) from error
+        raise FeaturesError(f"{file} cannot be read: {type(error).__name__}: {error}", fix=again) from error
 
 
 def open_features(path: Path, wanted: FeatureKey) -> FeatureManifest:
     """The manifest in ``path``, once its shards are all there and are those that ``wanted`` describes.
 
     Raises:
-        DataError: names everything that differs, or the shard that is missing or torn.
+        FeaturesError: names everything that differs, or the shard that is missing or torn.
     """
     manifest, again = read_features(path), _AGAIN.format(path=path)
     if not manifest.complete:
-        raise DataError(f"the features in {path} are not complete: their `prepare` was stopped", fix=again)
+        raise FeaturesError(f"the features in {path} are not complete: their `prepare` was stopped", fix=again)
     differing = differences(manifest.key, wanted)
     if differing:
         text = f"the features in {path} do not fit this recipe: {'; '.join(differing)}"
-        raise DataError(text, fix=f"restore what changed, or {_AGAIN.format(path='ANOTHER_FOLDER')}")
+        raise FeaturesError(text, fix=f"restore what changed, or {_AGAIN.format(path='ANOTHER_FOLDER')}")
     for name, expected in manifest.shards.items():
         file = path / name
         actual = file.stat().st_size if file.is_file() else None
         if actual != expected:
             found = "is missing" if actual is None else f"has {actual} bytes instead of {expected}"
-            raise DataError(f"the features in {path} are torn: {name} {found}", fix=again)
+            raise FeaturesError(f"the features in {path} are torn: {name} {found}", fix=again)
     return manifest
 
 

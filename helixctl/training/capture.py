@@ -34,6 +34,7 @@ from helixctl.data.stored_features import (
     SHARD_BYTES,
     FeatureKey,
     FeatureManifest,
+    FeaturesError,
     Shard,
     choose_shard_tokens,
     differences,
@@ -44,7 +45,7 @@ from helixctl.data.stored_features import (
 from helixctl.engine.channel import Channel
 from helixctl.engine.interrupt import InterruptFlag
 from helixctl.engine.supervisor import Limits, Progress, Supervisor
-from helixctl.errors import DataError, Interrupted, UsageError
+from helixctl.errors import Interrupted, UsageError
 from helixctl.models.identity import fingerprint_weights
 from helixctl.models.target import Target
 from helixctl.plan import Plan
@@ -127,7 +128,7 @@ class Capture:
         """Tie the folder to the weights of ``target``; every target loop calls it once it is loaded.
 
         Raises:
-            DataError: the folder was begun with other weights.
+            FeaturesError: the folder was begun with other weights.
         """
         key = replace(self.key, weights=fingerprint_weights(target.model))
         _refuse_other(self.folder, self.key, key)
@@ -201,7 +202,7 @@ def run_capture(capture: Capture, on_progress: Callable[[int, int], None] = lamb
 
     Raises:
         UsageError: the disk has no room for what is missing.
-        DataError: another `prepare` writes there, or the folder was begun with other weights.
+        FeaturesError: another `prepare` writes there, or the folder was begun with other weights.
         StageFailed: a target or a writer raised; its exception is the cause.
         Interrupted: the user stopped it; whole shards stay.
     """
@@ -345,7 +346,7 @@ def _refuse_other(folder: Path, stored: FeatureKey, wanted: FeatureKey) -> None:
     if stored.seq_len > wanted.seq_len:
         found.append(f"documents cut at {stored.seq_len} tokens, not {wanted.seq_len}")
     if found:
-        raise DataError(
+        raise FeaturesError(
             f"{folder} holds features of something else: {'; '.join(found)}",
             fix="name another folder, or delete this one",
         )
@@ -361,7 +362,8 @@ def _locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise DataError(f"another prepare writes to {folder}", fix="wait for it, or name another folder") from error
+            fix = "wait for it, or name another folder"
+            raise FeaturesError(f"another prepare writes to {folder}", fix=fix) from error
         yield
     finally:
         os.close(handle)

@@ -23,6 +23,7 @@ from helixctl.data.batch import MicroBatch
 from helixctl.data.store import SplitName, Store
 from helixctl.data.stored_features import (
     FeatureKey,
+    FeaturesError,
     SplitLayout,
     differences,
     digest_target,
@@ -31,7 +32,6 @@ from helixctl.data.stored_features import (
     read_features,
     shard_name,
 )
-from helixctl.errors import DataError
 from helixctl.models.identity import fingerprint_weights
 from helixctl.plan import Plan
 
@@ -54,12 +54,12 @@ def refuse_other_weights(folder: Path, model: nn.Module) -> None:
     """Compare the features in ``folder`` with a loaded target.
 
     Raises:
-        DataError: they were made by a target with other weights.
+        FeaturesError: they were made by a target with other weights.
     """
     key = read_features(folder).key
     found = differences(key, replace(key, weights=fingerprint_weights(model)))
     if found:
-        raise DataError(
+        raise FeaturesError(
             f"the features in {folder} do not fit this recipe: {'; '.join(found)}",
             fix="name the target that they were made with, or run `helixctl prepare RECIPE --features ANOTHER_FOLDER`",
         )
@@ -74,7 +74,7 @@ class StoredFeatures:
         """Checks the manifest and the size of every shard.
 
         Raises:
-            DataError: features of something else, not complete, or torn.
+            FeaturesError: features of something else, not complete, or torn.
         """
         self.device = device
         manifest = open_features(folder, wanted)
@@ -89,7 +89,7 @@ class StoredFeatures:
         """K tensors [R, S, H] on ``device``; zeros at padding.
 
         Raises:
-            DataError: a shard cannot be read, or its content is not what was written.
+            FeaturesError: a shard cannot be read, or its content is not what was written.
         """
         shape = (*batch.input_ids.shape, self.key.width)
         dtype, pinned = getattr(torch, self.key.dtype), self.device.type == "cuda"
@@ -117,8 +117,8 @@ class StoredFeatures:
         self._checked[role][entry] = True
         return [feature[:length] for feature in own]
 
-    def _damaged(self, name: str, how: str) -> DataError:
-        return DataError(
+    def _damaged(self, name: str, how: str) -> FeaturesError:
+        return FeaturesError(
             f"{self._folder / name} is damaged: {how}",
             fix=f"run `helixctl prepare RECIPE --features {self._folder}` again: it writes damaged shards anew",
         )
