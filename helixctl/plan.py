@@ -119,7 +119,6 @@ def make_plan(recipe: Recipe, machine: Machine) -> Plan:
     load = _make_load(recipe, target, (targets, drafters), machine)
     _refuse([*_check_data(recipe, target, counts, total_steps), *_check_features(recipe, taps, load)])
     memory = estimate_memory(load)
-    tokens_per_row = counts.tokens_per_row if counts else recipe.data.seq_len
     return Plan(
         recipe=recipe,
         target=target,
@@ -133,7 +132,7 @@ def make_plan(recipe: Recipe, machine: Machine) -> Plan:
         world=machine.world,
         batches_per_step=batches_per_step,
         rows_per_step=rows_per_step,
-        tokens_per_step=round(rows_per_step * tokens_per_row),
+        tokens_per_step=round(rows_per_step * (counts.tokens_per_row if counts else recipe.data.seq_len)),
         total_steps=total_steps,
         warmup_steps=None if total_steps is None else round(recipe.train.warmup_ratio * total_steps),
         validation_batches=_validation_batches(recipe, counts, num_drafters),
