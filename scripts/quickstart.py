@@ -112,8 +112,9 @@ def summary(seconds: dict[str, float], total_s: float) -> None:
         table.add_row(name, value)
     console.print()
     console.print(table)
-    if found["prompts"]:
-        best = max(found["prompts"], key=lambda prompt: prompt["accept_len"] * (prompt["num_tokens"] > 20))
+    turns = [turn for prompt in found["prompts"] for turn in prompt["turns"]]
+    if turns:
+        best = max(turns, key=lambda turn: (turn["accept_len"] or 0) * (turn["num_tokens"] > 20))
         console.print(f"\n[bold]{best['prompt']}[/]")
         console.print(Text.assemble(*((part["text"], COLOURS[part["kind"]]) for part in best["segments"])))
         console.print("[dim]green: proposed by the drafter and accepted by the target[/]")

@@ -13,7 +13,6 @@ from helixctl.cli.doctor import doctor
 from helixctl.cli.exporting import convert, export
 from helixctl.cli.loading import (
     AsJson,
-    Checkpoint,
     Overrides,
     RecipePath,
     check_exists,
@@ -25,6 +24,7 @@ from helixctl.cli.looking import report, runs
 from helixctl.cli.preparing import prepare
 from helixctl.cli.process import heavy_imports, run_process
 from helixctl.cli.profile import profile
+from helixctl.cli.validating import validate
 from helixctl.doctor.guard import install_guard
 from helixctl.version import __version__
 
@@ -40,6 +40,7 @@ recipe_app = typer.Typer(help="About recipes themselves.", no_args_is_help=True)
 app.add_typer(recipe_app, name="recipe")
 app.command()(doctor)
 app.command()(profile)
+app.command()(validate)
 app.command()(export)
 app.command()(convert)
 app.command()(prepare)
@@ -94,40 +95,6 @@ def train(
     result = run_training(plan, resume=resume)
     if first:
         render.render_train_result(result)
-
-
-@app.command()
-def validate(
-    recipe: RecipePath,
-    set_: Overrides = None,
-    checkpoint: Checkpoint = None,
-    prompts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Prompts to decode (JSONL); held-out ones if left out.")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Measure a checkpoint: held-out metrics, real speculative decoding, losslessness, speed.
-
-    Fails when a proof fails or when greedy output is not the target's own.
-    """
-    check_exists(checkpoint, "--checkpoint")
-    check_exists(prompts, "--prompts")
-    plan = load_plan(recipe, set_, decodes=True)
-    with heavy_imports():
-        from helixctl.training.validate import run_validation
-    with render.progress("validation") as show_progress:
-        result = run_validation(
-            plan,
-            checkpoint=checkpoint,
-            prompts=prompts,
-            on_progress=lambda what, done, total: show_progress(done, total, what),
-        )
-    if as_json:
-        render.render_json(result)
-    else:
-        render.render_validation(result)
-    if not (result.lossless and all(proof.passed for proof in result.proofs)):
-        raise typer.Exit(1)
 
 
 @app.command("plan")

@@ -178,24 +178,23 @@ def render_runs(runs: Sequence[RunSummary]) -> None:
 
 
 def render_validation(result: ValidationResult) -> None:
-    """Held-out metrics, decoded prompts, losslessness and speed."""
-    from helixctl.cli.tables import greedy_rows, proof_rows, speed_rows
+    """Decoded prompts, held-out metrics, scores by source, losslessness and speed."""
+    from helixctl.cli.tables import position_table, source_table, validation_sections
 
     console = _console()
-    for answer in result.prompts:
-        console.print(Text(f"> {_visible(answer.prompt.strip()[-300:])}", style="dim"))
-        render_answer([(segment.text, segment.kind) for segment in answer.segments])
-        same = "same as plain decoding" if answer.identical else "differs from plain decoding"
-        console.print(Text(f"{answer.num_tokens} tokens, accept_len {answer.accept_len:.2f}, {same}\n", style="dim"))
-    rows = {"checkpoint": result.checkpoint, "step": str(result.step)}
-    _print_section(console, "validated", {**rows, **{k: format_value(k, v) for k, v in result.held_out.items()}})
-    for title, rows in (
-        ("live decoding", speed_rows(result)),
-        ("greedy output", greedy_rows(result)),
-        ("proofs", proof_rows(result)),
-    ):
-        if rows:
-            _print_section(console, title, rows)
+    for prompt in result.prompts:
+        for turn in prompt.turns:
+            console.print(Text(f"> {_visible(turn.prompt.strip()[-300:])}", style="dim"))
+            render_answer([(segment.text, segment.kind) for segment in turn.segments])
+            same = {None: "", True: ", same as plain decoding", False: ", differs from plain decoding"}[turn.identical]
+            mean = "one token" if turn.accept_len is None else f"accept_len {turn.accept_len:.2f}"
+            console.print(Text(f"{turn.num_tokens} tokens, {mean}{same}\n", style="dim"))
+    for title, rows in validation_sections(result):
+        _print_section(console, title, rows)
+    if result.sources:
+        for title, table in (("sources", source_table(result)), ("accepted by position", position_table(result))):
+            console.print(Text(title, style="bold"))
+            console.print(Padding(table, (0, 0, 1, 2), expand=False))
 
 
 def render_answer(segments: Sequence[tuple[str, str]]) -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from helixctl.data.prepare import PrepareResult
     from helixctl.memory import MemoryLine
     from helixctl.plan import Plan
-    from helixctl.training.results import TrainResult, ValidationResult
+    from helixctl.training.results import SourceResult, TrainResult, ValidationResult
     from helixctl.training.runs import RunSummary
 
 UNKNOWN = "unknown until `helixctl prepare` has run"
@@ -126,23 +126,70 @@ def train_rows(result: TrainResult) -> dict[str, str]:
     return rows
 
 
-def speed_rows(result: ValidationResult) -> dict[str, str]:
+def validation_sections(result: ValidationResult) -> Iterator[tuple[str, dict[str, str]]]:
+    """What `validate` found, section by section; the tables by source are apart."""
+    rows = {"checkpoint": result.checkpoint, "step": str(result.step)}
+    yield "validated", {**rows, **{name: format_value(name, value) for name, value in result.held_out.items()}}
+    parts = {
+        "live decoding": _speed_rows(result),
+        "greedy output": _greedy_rows(result),
+        "sampled output": _sample_rows(result),
+        "proofs": _proof_rows(result),
+    }
+    yield from ((title, found) for title, found in parts.items() if found)
+
+
+def source_table(result: ValidationResult) -> Table:
+    """Sources down, and all together where there are several."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for title in ("source", "prompts", "turns", "tokens", "score", "accept_len", "same as greedy"):
+        table.add_column(title, justify="left" if title == "source" else "right", overflow="fold")
+    for one in _all_sources(result):
+        counts = [f"{count:,}" for count in (one.num_prompts, one.num_turns, one.num_tokens)]
+        means = ["" if mean is None else f"{mean:.3f}" for mean in (one.score, one.accept_len)]
+        table.add_row(one.source, *counts, *means, "" if one.identical is None else f"{one.identical:,}")
+    return table
+
+
+def position_table(result: ValidationResult) -> Table:
+    """Positions of the block down, sources across: the share of the drafts there that were accepted."""
+    shown = _all_sources(result)
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for title in ("position", *(one.source for one in shown)):
+        table.add_column(title, justify="right")
+    for place in range(max((len(one.positions) for one in shown), default=0)):
+        found = [one.positions[place : place + 1] for one in shown]
+        table.add_row(str(place + 1), *(f"{100 * own[0].share:.1f} %" if own else "" for own in found))
+    return table
+
+
+def _all_sources(result: ValidationResult) -> list[SourceResult]:
+    return [*result.sources, *([result.total] if result.total is not None and len(result.sources) > 1 else [])]
+
+
+def _speed_rows(result: ValidationResult) -> dict[str, str]:
     """Acceptance length and tokens per second of live decoding."""
     rows: dict[str, str] = {}
+    if result.total is not None and result.total.score is not None:
+        rows["score"] = f"{result.total.score:.3f} tokens per target forward, mean over prompts of each prompt's mean"
     if result.accept_len is not None:
-        rows["accept_len"] = f"{result.accept_len:.3f} tokens per target forward, bonus token included"
+        rows["accept_len"] = f"{result.accept_len:.3f} over all cycles, bonus token included"
     if result.accept_len_shuffled is not None:
         rows["with shuffled features"] = f"{result.accept_len_shuffled:.3f}"
     if result.plain_tokens_per_s and result.speculative_tokens_per_s:
         factor = result.speculative_tokens_per_s / result.plain_tokens_per_s
         rows["speed"] = (
             f"{result.speculative_tokens_per_s:,.1f} tokens/s with the drafter, "
-            f"{result.plain_tokens_per_s:,.1f} without: {factor:.2f}x"
+            f"{result.plain_tokens_per_s:,.1f} without: {factor:.2f}x, one prompt at a time"
         )
+    if result.settings is not None:
+        rows["settings"] = ", ".join(f"{k} {v}" for k, v in vars(result.settings).items() if v is not None)
+    if result.turns_left_out:
+        rows["turns left out"] = f"{result.turns_left_out:,}: no room behind their history"
     return rows
 
 
-def greedy_rows(result: ValidationResult) -> dict[str, str]:
+def _greedy_rows(result: ValidationResult) -> dict[str, str]:
     """Losslessness, one line per precision."""
     return {
         check.dtype: f"{check.identical} of {check.prompts} identical, {check.near_ties} near-ties"
@@ -152,7 +199,19 @@ def greedy_rows(result: ValidationResult) -> dict[str, str]:
     }
 
 
-def proof_rows(result: ValidationResult) -> dict[str, str]:
+def _sample_rows(result: ValidationResult) -> dict[str, str]:
+    """Whether samples have the target's distribution."""
+    found = result.samples
+    if found is None:
+        return {}
+    state = "yes" if found.holds else "NO"
+    return {
+        "the target's distribution": f"{state}: chi-square {found.chi_square:.1f}, p = {found.p_value:.2g}, "
+        f"{found.num_tokens:,} tokens, {found.impossible:,} behind the cut"
+    }
+
+
+def _proof_rows(result: ValidationResult) -> dict[str, str]:
     """Proofs on the user's model."""
     return {proof.name: f"{'passed' if proof.passed else 'FAILED'}: {proof.detail}" for proof in result.proofs}
 

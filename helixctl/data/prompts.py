@@ -27,6 +27,8 @@ class Prompt:
     """Those of the record's fields that are named in CARRIED."""
     line: int = field(default=0, compare=False)
     """Where it stands in its file, from 1."""
+    later: tuple[str, ...] = ()
+    """User turns that refer to answers that do not exist yet."""
 
     @property
     def tools(self) -> list[Any] | None:
@@ -54,7 +56,7 @@ def read_prompts(path: Path) -> Iterator[Prompt | BadPrompt]:
     """Yield one item per non-empty line of a JSONL file, which may end in .gz.
 
     A record is `{"prompt": text}`, or `{"messages": [...]}`, cut after its last user turn, or `{"turns": [text, ...]}`,
-    of which the first is the prompt (later ones refer to answers that do not exist). `CARRIED` fields are kept.
+    of which the first is the prompt and the others come `later`. `CARRIED` fields are kept.
 
     Raises:
         DataError: the file cannot be read.
@@ -81,7 +83,7 @@ def _parse(line: str) -> Prompt | BadPrompt:
     if last is None:
         return BadPrompt("no_user_turn")
     carried = {name: record[name] for name in CARRIED if record.get(name) is not None}
-    return Prompt(tuple(messages[: last + 1]), carried)
+    return Prompt(tuple(messages[: last + 1]), carried, later=_later(record))
 
 
 def _messages(record: dict[str, Any]) -> list[Message] | None:
@@ -95,6 +97,14 @@ def _messages(record: dict[str, Any]) -> list[Message] | None:
         if name == "messages" and isinstance(value, list) and all(map(_is_message, value)):
             return value
     return None
+
+
+def _later(record: dict[str, Any]) -> tuple[str, ...]:
+    """Further user turns; none where the record has another shape, or turns that are no text."""
+    turns = record.get("turns")
+    if record.get("prompt") or not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
+        return ()
+    return tuple(turns[1:])
 
 
 def _is_message(value: object) -> bool:

@@ -33,8 +33,8 @@ class DecodeOptions:
     top_p: float = 1.0
     """Sample from the best tokens that weigh so much together only."""
     seed: int = 0
-    """With a prompt's ids, seeds its samples: they do not depend on the other prompts. A prompt that is there several
-    times gets several samples."""
+    """With a prompt's ids, seeds its samples: but for rounding they do not depend on the other prompts. The same prompt
+    several times gets several samples."""
     record_margins: bool = False
     """Keep the gap of the two best logits of every token (plain greedy decoding; needed by compare_greedy)."""
 

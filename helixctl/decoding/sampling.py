@@ -142,6 +142,8 @@ def _nucleus(shares: Tensor, sampling: Sampling) -> Tensor:
     # both p and q alike. Without top_k this is a full sort.
     best, order = shares.topk(size, dim=-1) if size < shares.shape[-1] else shares.sort(dim=-1, descending=True)
     before = best.cumsum(-1) - best
-    best = best.masked_fill(before >= sampling.top_p, 0.0)
+    cut = before >= sampling.top_p
+    cut[..., 0] = False  # one is always left
+    best = best.masked_fill(cut, 0.0)
     kept = torch.zeros_like(shares).scatter_(-1, order, best)
     return kept / kept.sum(-1, keepdim=True)

@@ -143,4 +143,5 @@ def _decode(
         return None
     options = decode_options(plan, material.tokenizer)
     short = replace(options, max_new_tokens=min(options.max_new_tokens, LIVE_NEW_TOKENS))
-    return Validator(plan, drafter, on_progress).decode(target, material.prompts, short).check
+    prompts = [prompt.ids for prompt in material.prompts]
+    return Validator(plan, drafter, on_progress).compare(target, prompts, short).check

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from jinja2 import TemplateError
 from torch import Tensor, nn
 
-from helixctl.data.prompts import BadPrompt, read_prompts
 from helixctl.data.store import Store
 from helixctl.decoding.decoded import DecodeOptions, accept_len
 from helixctl.decoding.policy import DraftCall, DraftPolicy
 from helixctl.decoding.speculative import decode_speculative
-from helixctl.errors import DataError
+from helixctl.metrics import names
 from helixctl.models.shared import SharedWeights
 from helixctl.plan import Plan
-from helixctl.training.build import Control, Targets, drafter_plugin
+from helixctl.training.build import Targets, drafter_plugin
+from helixctl.training.wiring import Control
 
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError)
 """What chat templates raise on roles and contents that they do not expect; ValueError also where there is none."""
-_PROMPT_FIX = 'one JSON object per line is wanted: {"prompt": "..."}, {"turns": [...]} or {"messages": [...]}'
-_REASONS = {
-    "not_json": "this line is not JSON",
-    "no_prompt": "there is no prompt in this line",
-    "no_user_turn": "the conversation in this line has no user turn",
-}
 LIVE_PROMPTS = 8
 LIVE_NEW_TOKENS = 48
 """Of live decoding during training: enough cycles for a trend, few enough to cost seconds."""
@@ -41,6 +34,8 @@ class Prompt:
 
     text: str
     ids: tuple[int, ...]
+    source: str = ""
+    """Which set it belongs to, where that is known."""
 
 
 def held_out_prompts(store: Store, tokenizer: Any, limit: int, max_len: int | None) -> list[Prompt]:
@@ -53,33 +48,9 @@ def held_out_prompts(store: Store, tokenizer: Any, limit: int, max_len: int | No
         if len(found) == limit:
             break
         with suppress(*TEMPLATE_ERRORS):
-            prompt = _tokenise(tokenizer, entry["text"]) if "text" in entry else _render(tokenizer, entry)
+            prompt = _tokenise(tokenizer, entry["text"]) if "text" in entry else render_prompt(tokenizer, entry)
             if prompt.ids and (max_len is None or len(prompt.ids) <= max_len // 2):
-                found.append(prompt)
-    return found
-
-
-def prompts_from_file(path: Path, tokenizer: Any, limit: int | None = None) -> list[Prompt]:
-    """Prompts of a JSONL file with ``prompt``, ``messages`` or ``turns`` (the first turn) in every line.
-
-    Raises:
-        DataError: the file is missing or empty, a line holds no prompt, or the chat template refuses one.
-    """
-    found: list[Prompt] = []
-    for prompt in read_prompts(path):
-        if isinstance(prompt, BadPrompt):
-            raise DataError(f"{path}:{prompt.line}: {_REASONS[prompt.reason]}", fix=_PROMPT_FIX)
-        try:
-            found.append(_render(tokenizer, {"messages": list(prompt.messages), "tools": prompt.tools}))
-        except TEMPLATE_ERRORS as error:
-            where = f"{path}:{prompt.line}"
-            raise DataError(
-                f"{where}: the target's chat template refuses this prompt: {error}", fix="correct it"
-            ) from error
-        if len(found) == limit:
-            break
-    if not found:
-        raise DataError(f"{path} holds no prompt", fix=_PROMPT_FIX)
+                found.append(replace(prompt, source=str(entry.get("source") or "")))
     return found
 
 
@@ -98,7 +69,7 @@ class LiveDecoder:
         self._prompts = prompts[:LIVE_PROMPTS]
         self._options = replace(options, max_new_tokens=min(options.max_new_tokens, LIVE_NEW_TOKENS))
 
-    def __call__(self, model: nn.Module) -> float:
+    def __call__(self, model: nn.Module) -> dict[str, float]:
         """Mean emitted tokens per verify cycle over all prompts; 0 where no prompt needed a cycle."""
         device = self._plan.target_devices[0]
         policy = make_policy(self._plan, model, self._targets.shared_on(device))
@@ -110,7 +81,7 @@ class LiveDecoder:
                 self._options,
                 on_progress=lambda _: self._progress.beat("drafter-0"),
             )
-        return accept_len(answers) or 0.0
+        return {names.LIVE_ACCEPT_LEN: accept_len(answers) or 0.0}
 
 
 class ShuffledFeatures:
@@ -162,7 +133,12 @@ def decode_options(plan: Plan, tokenizer: Any) -> DecodeOptions:
     )
 
 
-def _render(tokenizer: Any, entry: dict[str, Any]) -> Prompt:
+def render_prompt(tokenizer: Any, entry: Mapping[str, Any]) -> Prompt:
+    """A conversation's ``messages`` (and ``tools``) as the target reads them; its last message is the text.
+
+    Raises:
+        One of TEMPLATE_ERRORS: the chat template refuses it.
+    """
     messages = entry["messages"]
     text = tokenizer.apply_chat_template(
         messages, tools=entry.get("tools") or None, add_generation_prompt=True, tokenize=False

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from helixctl.decoding.acceptance import PositionAcceptance
+from helixctl.decoding.distribution import SampleCheck
+
 
 @dataclass(frozen=True)
 class TrainResult:
@@ -39,14 +42,67 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class PromptResult:
-    """Speculative decoding of one prompt."""
+class TurnResult:
+    """Speculative decoding of one answer."""
 
     prompt: str
+    """What the user said; what came before is in the earlier turns."""
     num_tokens: int
-    accept_len: float
-    identical: bool
+    accept_len: float | None
+    """None where the first token was the whole answer."""
+    identical: bool | None
+    """With plain greedy decoding; None where nothing was compared."""
     segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True)
+class PromptResult:
+    """Speculative decoding of one prompt: a conversation of one turn or several."""
+
+    source: str
+    id: str
+    num_tokens: int
+    num_cycles: int
+    """Forwards of the target that verified a block."""
+    accept_len: float | None
+    """Mean emitted tokens per cycle, over the cycles of all turns; None without any."""
+    turns: tuple[TurnResult, ...]
+
+
+@dataclass(frozen=True)
+class SourceResult:
+    """One source of prompts."""
+
+    source: str
+    num_prompts: int
+    num_turns: int
+    num_tokens: int
+    score: float | None
+    """Mean over prompts of each prompt's accept_len: every prompt weighs the same."""
+    accept_len: float | None
+    """Over all cycles: long answers weigh more. Engines count this way."""
+    identical: int | None
+    """Turns equal to plain greedy decoding; None where nothing was compared."""
+    positions: tuple[PositionAcceptance, ...]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the answers were decoded."""
+
+    block_size: int
+    """Tokens per block, the anchor included."""
+    max_new_tokens: int
+    temperature: float
+    """0: greedy."""
+    top_k: int | None
+    top_p: float
+    seed: int
+    batch_size: int
+    skip: int
+    """Prompts left out at the beginning of every file."""
+    limit: int | None
+    """Most prompts of every file."""
 
 
 @dataclass(frozen=True)
@@ -84,13 +140,23 @@ class ValidationResult:
     accept_len_shuffled: float | None
     """The same drafter fed with features in shuffled order: what the features are worth is the difference."""
     prompts: tuple[PromptResult, ...]
+    """All that were decoded, in order."""
     greedy: tuple[GreedyCheck, ...]
     plain_tokens_per_s: float | None
     """Decoding without the drafter, one prompt after the other, in the target's own precision."""
     speculative_tokens_per_s: float | None
     proofs: tuple[Proof, ...]
+    settings: Settings | None = None
+    """None where nothing was decoded."""
+    sources: tuple[SourceResult, ...] = ()
+    total: SourceResult | None = None
+    """All sources together."""
+    samples: SampleCheck | None = None
+    """With a temperature: whether the answers are drawn from the target's distribution."""
+    turns_left_out: int = 0
+    """Turns whose history left no room for an answer."""
 
     @property
     def lossless(self) -> bool:
-        """No prompt differs, near-ties of low precision aside."""
-        return all(check.different == 0 for check in self.greedy)
+        """No answer differs, near-ties of low precision aside; samples have the target's distribution."""
+        return all(check.different == 0 for check in self.greedy) and (self.samples is None or self.samples.holds)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +14,7 @@ from helixctl.data import sequence as order
 from helixctl.data.fingerprint import check_tokenizer, load_fast_tokenizer
 from helixctl.data.store import Store
 from helixctl.decoding.decoded import Decoded, DecodeOptions, DecodeProgress, accept_len
+from helixctl.decoding.distribution import check_samples
 from helixctl.decoding.losslessness import compare_greedy, measure_noise
 from helixctl.decoding.speculative import decode_plain, decode_speculative
 from helixctl.decoding.timing import time_plain, time_speculative
@@ -21,28 +22,31 @@ from helixctl.errors import UsageError
 from helixctl.models.target import Target
 from helixctl.plan import Plan
 from helixctl.training.build import load_target, make_loader, make_slot_for
+from helixctl.training.conversations import (
+    Choice,
+    Conversation,
+    Turn,
+    held_out_conversations,
+    play,
+    read_conversations,
+)
 from helixctl.training.drafter import Drafter, autocast
 from helixctl.training.evaluate import validation_metrics
-from helixctl.training.live import (
-    Prompt,
-    ShuffledFeatures,
-    decode_options,
-    held_out_prompts,
-    make_policy,
-    prompts_from_file,
-)
+from helixctl.training.live import ShuffledFeatures, decode_options, held_out_prompts, make_policy
 from helixctl.training.process import set_up_process
 from helixctl.training.proofs import MAX_TOKENS, prove
 from helixctl.training.restore import Trained, load_trained
-from helixctl.training.results import GreedyCheck, PromptResult, Segment, ValidationResult
+from helixctl.training.results import GreedyCheck, Settings, ValidationResult
 from helixctl.training.run_dir import choose_checkpoint
+from helixctl.training.scores import prompt_results, source_results, total_result
 from helixctl.training.stages import fill_slot
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how far it has come, and how much there is."""
+Ids = tuple[int, ...]
+Document = tuple[list[int], list[bool]]
+"""Ids and loss mask."""
 
-_MAX_CHARACTER_TOKENS = 4
-"""UTF-8 has no longer ones."""
 SPEED_PROMPTS = 3
 SPEED_NEW_TOKENS = 64
 """What the speed is measured on, one prompt after the other."""
@@ -51,13 +55,36 @@ NOISE_ANSWERS = 4
 
 
 @dataclass(frozen=True)
-class Both:
-    """The same prompts answered with and without the drafter in one precision."""
+class ValidationRequest:
+    """What `helixctl validate` was asked for, beside the recipe."""
 
-    speculative: list[Decoded]
+    checkpoint: Path | None = None
+    """A checkpoint of the run, or a published drafter; None takes the best of the run, else its newest."""
+    bench: tuple[Path, ...] = ()
+    """JSONL files of prompts; none decodes held-out ones."""
+    choice: Choice = field(default_factory=Choice)
+    """Which of their prompts, and how many turns."""
+    max_new_tokens: int | None = None
+    """Longest answer; None takes the recipe's."""
+    block_size: int | None = None
+    """Tokens per block when decoding; None takes the drafter's own, which is the most."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int = 0
+    """Of samples."""
+    acceptance_only: bool = False
+    """Decode with the drafter and nothing else: no held-out rows, no comparison, no speed, no proofs."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Speculative answers beside plain ones in one precision."""
+
     check: GreedyCheck
-    identical: frozenset[int]
-    """Indices of the prompts whose answers are equal."""
+    identical: tuple[bool, ...]
+    """Of every prompt."""
 
 
 class Validator:
@@ -87,44 +114,50 @@ class Validator:
             self.on_progress("held-out rows", seq - first + 1, sequence.total - first)
         return validation_metrics(sums) if sums else {}
 
-    def decode(self, target: Target, prompts: Sequence[Prompt], options: DecodeOptions) -> Both:
-        """Answer every prompt plainly and speculatively, and compare.
+    def speculate(self, target: Target, prompts: Sequence[Ids], options: DecodeOptions) -> list[Decoded]:
+        """Answer every prompt with the drafter."""
+        policy = make_policy(self.plan, self.model, target.shared)
+        progress = self._count(f"speculative decoding, {_name(target)}")
+        return decode_speculative(target, policy, prompts, options, on_progress=progress)
+
+    def compare(
+        self, target: Target, prompts: Sequence[Ids], options: DecodeOptions, drafted: Sequence[Decoded] | None = None
+    ) -> Compared:
+        """Answer every prompt plainly, and speculatively unless that was done (``drafted``), and compare.
 
         Margins and rounding are measured where answers differ: they cost a pass of their own.
         """
-        ids = [prompt.ids for prompt in prompts]
-        policy = make_policy(self.plan, self.model, target.shared)
-        name = str(target.dtype).removeprefix("torch.")
-        answers = decode_plain(target, ids, options, on_progress=self._count(f"plain decoding, {name}"))
-        progress = self._count(f"speculative decoding, {name}")
-        drafted = decode_speculative(target, policy, ids, options, on_progress=progress)
+        drafted = self.speculate(target, prompts, options) if drafted is None else drafted
+        progress = self._count(f"plain decoding, {_name(target)}")
+        answers = decode_plain(target, prompts, options, on_progress=progress)
         noise = None
         if any(one.tokens != other.tokens for one, other in zip(answers, drafted, strict=True)):
-            answers = decode_plain(target, ids, replace(options, record_margins=True))
-            noise = measure_noise(target, answers[:NOISE_ANSWERS], policy.block_size)
+            answers = decode_plain(target, prompts, replace(options, record_margins=True))
+            block_size = options.block_size or self.plan.recipe.drafter.block_size
+            noise = measure_noise(target, answers[:NOISE_ANSWERS], block_size)
         found = compare_greedy(answers, drafted, noise or 0.0)
-        check = GreedyCheck(name, len(ids), found.identical, found.near_ties, found.different, noise)
+        check = GreedyCheck(_name(target), len(prompts), found.identical, found.near_ties, found.different, noise)
         parted = {difference.prompt for difference in found.differences}
-        return Both(drafted, check, frozenset(range(len(ids))) - parted)
+        return Compared(check, tuple(index not in parted for index in range(len(prompts))))
 
-    def speed(self, target: Target, prompts: Sequence[Prompt], options: DecodeOptions) -> tuple[float, float]:
+    def speed(self, target: Target, prompts: Sequence[Ids], options: DecodeOptions) -> tuple[float, float]:
         """Tokens per second without and with the drafter, a few prompts one after the other.
 
         One row at a time is where a drafter helps: there, a forward costs the reading of the weights, whatever the
         number of tokens.
         """
-        ids = [prompt.ids for prompt in prompts[:SPEED_PROMPTS]]
+        ids = prompts[:SPEED_PROMPTS]
         alone = replace(options, batch_size=1, max_new_tokens=min(options.max_new_tokens, SPEED_NEW_TOKENS))
         policy = make_policy(self.plan, self.model, target.shared)
         plain = time_plain(target, ids, alone, on_progress=self._count("speed without the drafter"))
         drafted = time_speculative(target, policy, ids, alone, on_progress=self._count("speed with the drafter"))
         return plain.tokens_per_s, drafted.tokens_per_s
 
-    def shuffled(self, target: Target, prompts: Sequence[Prompt], options: DecodeOptions) -> float | None:
+    def shuffled(self, target: Target, prompts: Sequence[Ids], options: DecodeOptions) -> float | None:
         """Acceptance length when the drafter is fed with features of the wrong places."""
         policy = ShuffledFeatures(make_policy(self.plan, self.model, target.shared), self.plan.recipe.run.seed)
         progress = self._count("control with shuffled features")
-        answers = decode_speculative(target, policy, [p.ids for p in prompts], options, on_progress=progress)
+        answers = decode_speculative(target, policy, prompts, options, on_progress=progress)
         return accept_len(answers)
 
     def _count(self, what: str) -> Callable[[DecodeProgress], None]:
@@ -133,60 +166,144 @@ class Validator:
 
 def run_validation(
     plan: Plan,
+    request: ValidationRequest | None = None,
     *,
-    checkpoint: Path | None = None,
-    prompts: Path | None = None,
     on_progress: Progress = lambda what, done, total: None,
 ) -> ValidationResult:
     """Validate a checkpoint: the one given, else the best of the run, else its newest.
 
-    Losslessness is judged in float32; the target's own precision is reported beside it with its near-ties.
+    Losslessness is judged in float32; the target's own precision is reported beside it with its near-ties. With a
+    temperature the answers are tested for the target's distribution instead.
 
     Raises:
         CheckpointError: there is no whole checkpoint, or it belongs to another recipe.
         DataError: no store, one made with another tokenizer, or prompts that cannot be read.
-        UsageError: prompts for a target that cannot be decoded.
+        UsageError: prompts for a target that cannot be decoded, or a block size that the drafter does not have.
     """
+    request = request or ValidationRequest()
+    _check(request, plan)
     store = Store.open(plan.recipe.data.store)
-    path = choose_checkpoint(plan.recipe.run.dir, checkpoint)
+    path = choose_checkpoint(plan.recipe.run.dir, request.checkpoint)
     tokenizer = load_fast_tokenizer(plan.recipe.target)
     check_tokenizer(store, tokenizer)
-    options = decode_options(plan, tokenizer)
-    asked = _prompts(plan, store, tokenizer, prompts, options.max_len)
+    options = _options(plan, tokenizer, request)
+    asked = _conversations(plan, store, tokenizer, request)
     set_up_process(plan)
     trained = load_trained(plan, path, torch.device(plan.target_devices[0]))
     validator = Validator(plan, trained, on_progress)
     target = load_target(plan, plan.target_devices[0])
-    held_out = validator.held_out(target, store)
+    result = _result(path, trained.step)
+    if not request.acceptance_only:
+        result = replace(result, held_out=validator.held_out(target, store))
     document = proof_document(store)
     if not asked:
-        return _result(path, validator, held_out, prove(plan, validator.model, _exact(plan, target), document, None))
-    served = validator.decode(target, asked, options)
-    control = validator.shuffled(target, asked, options)
-    plain_speed, drafted_speed = validator.speed(target, asked, options)
-    exact = _exact(plan, target)
-    judged = served if exact is target else validator.decode(exact, asked, options)
-    proofs = prove(plan, validator.model, exact, document, judged.check)
-    checks = (judged.check,) if exact is target else (judged.check, served.check)
-    return replace(
-        _result(path, validator, held_out, proofs),
-        accept_len=accept_len(served.speculative),
+        return replace(result, proofs=prove(plan, validator.model, _exact(plan, target), document, None))
+    turns, left_out = play(asked, tokenizer, lambda ids: validator.speculate(target, ids, options), options.max_len)
+    result = replace(result, settings=_settings(plan, options, request), turns_left_out=left_out)
+    if request.acceptance_only:
+        return _scored(result, asked, turns, None, tokenizer)
+    return _judged(result, validator, (target, document), (asked, turns, tokenizer), options)
+
+
+def _judged(
+    result: ValidationResult,
+    validator: Validator,
+    subject: tuple[Target, Document],
+    played: tuple[Sequence[Conversation], Sequence[Turn], Any],
+    options: DecodeOptions,
+) -> ValidationResult:
+    """Control, speed, losslessness and proofs, on the prompts that were played."""
+    (target, document), (asked, turns, tokenizer) = subject, played
+    prompts = [turn.prompt.ids for turn in turns]
+    drafted = [turn.decoded for turn in turns]
+    control = validator.shuffled(target, prompts, options)
+    plain_speed, drafted_speed = validator.speed(target, prompts, options)
+    result = replace(
+        result,
         accept_len_shuffled=control,
-        prompts=tuple(_prompt_results(tokenizer, asked, served, judged.identical)),
-        greedy=checks,
         plain_tokens_per_s=plain_speed,
         speculative_tokens_per_s=drafted_speed,
     )
+    exact = _exact(validator.plan, target)
+    if options.sampling is not None:
+        samples = check_samples(target, drafted, options.sampling, seed=options.seed)
+        proofs = prove(validator.plan, validator.model, exact, document, None)
+        return _scored(replace(result, samples=samples, proofs=proofs), asked, turns, None, tokenizer)
+    served = validator.compare(target, prompts, options, drafted)
+    judged = served if exact is target else validator.compare(exact, prompts, options)
+    checks = (judged.check,) if exact is target else (judged.check, served.check)
+    proofs = prove(validator.plan, validator.model, exact, document, judged.check)
+    return _scored(replace(result, greedy=checks, proofs=proofs), asked, turns, judged.identical, tokenizer)
 
 
-def _prompts(plan: Plan, store: Store, tokenizer: Any, file: Path | None, max_len: int | None) -> list[Prompt]:
-    """What is decoded: the prompts of ``file``, else held-out ones; none where the target cannot be decoded."""
-    if file is None:
-        limit = 0 if plan.target.recurrent else plan.recipe.validation.live_prompts
-        return held_out_prompts(store, tokenizer, limit, max_len)
-    if plan.target.recurrent:
-        raise UsageError(f"{plan.target.model_type} targets cannot be decoded yet", fix="leave --prompts out")
-    return prompts_from_file(file, tokenizer)
+def _scored(
+    result: ValidationResult,
+    asked: Sequence[Conversation],
+    turns: Sequence[Turn],
+    identical: Sequence[bool] | None,
+    tokenizer: Any,
+) -> ValidationResult:
+    total = total_result(turns, identical)
+    return replace(
+        result,
+        accept_len=total.accept_len,
+        prompts=prompt_results(asked, turns, identical, tokenizer),
+        sources=source_results(asked, turns, identical),
+        total=total,
+    )
+
+
+def _check(request: ValidationRequest, plan: Plan) -> None:
+    """Refuse what cannot work before anything is loaded."""
+    own = plan.recipe.drafter.block_size
+    if request.block_size is not None and not 2 <= request.block_size <= own:
+        raise UsageError(
+            f"--block-size {request.block_size} is not between 2 and the drafter's own, {own}",
+            fix="the anchor counts: 2 drafts one token",
+        )
+    if request.temperature == 0 and (request.top_k is not None or request.top_p < 1):
+        raise UsageError(
+            "--top-k and --top-p cut what is sampled; greedy decoding samples nothing", fix="set --temperature"
+        )
+    if request.bench and plan.target.recurrent:
+        raise UsageError(f"{plan.target.model_type} targets cannot be decoded yet", fix="leave --bench out")
+
+
+def _options(plan: Plan, tokenizer: Any, request: ValidationRequest) -> DecodeOptions:
+    options = decode_options(plan, tokenizer)
+    return replace(
+        options,
+        max_new_tokens=request.max_new_tokens or options.max_new_tokens,
+        block_size=request.block_size,
+        temperature=request.temperature,
+        top_k=request.top_k,
+        top_p=request.top_p,
+        seed=request.seed,
+    )
+
+
+def _settings(plan: Plan, options: DecodeOptions, request: ValidationRequest) -> Settings:
+    return Settings(
+        block_size=options.block_size or plan.recipe.drafter.block_size,
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+        batch_size=options.batch_size,
+        skip=request.choice.skip,
+        limit=request.choice.limit,
+    )
+
+
+def _conversations(plan: Plan, store: Store, tokenizer: Any, request: ValidationRequest) -> list[Conversation]:
+    """What is decoded: the files' prompts, else held-out ones; none where the target cannot be decoded."""
+    if request.bench:
+        return read_conversations(request.bench, tokenizer, request.choice)
+    skip, limit = request.choice.skip, request.choice.limit
+    wanted = plan.recipe.validation.live_prompts if limit is None else limit
+    count = 0 if plan.target.recurrent else skip + wanted
+    return held_out_conversations(held_out_prompts(store, tokenizer, count, plan.target.max_positions or None)[skip:])
 
 
 def _exact(plan: Plan, target: Target) -> Target:
@@ -194,7 +311,7 @@ def _exact(plan: Plan, target: Target) -> Target:
     return target if target.dtype == torch.float32 else load_target(plan, plan.target_devices[0], "float32")
 
 
-def proof_document(store: Store) -> tuple[list[int], list[bool]]:
+def proof_document(store: Store) -> Document:
     """Ids and mask of a held-out (else a training) document, cut at MAX_TOKENS or what its first anchor needs.
 
     The one with the most supervised tokens among those that begin early enough, else the one that begins first.
@@ -209,44 +326,20 @@ def proof_document(store: Store) -> tuple[list[int], list[bool]]:
     return split.tokens(chosen)[:end].tolist(), split.loss_mask(chosen)[:end].tolist()
 
 
-def _result(path: Path, validator: Validator, held_out: dict[str, float], proofs: tuple[Any, ...]) -> ValidationResult:
+def _result(path: Path, step: int) -> ValidationResult:
     return ValidationResult(
         checkpoint=str(path),
-        step=validator.step,
-        held_out=held_out,
+        step=step,
+        held_out={},
         accept_len=None,
         accept_len_shuffled=None,
         prompts=(),
         greedy=(),
         plain_tokens_per_s=None,
         speculative_tokens_per_s=None,
-        proofs=proofs,
+        proofs=(),
     )
 
 
-def _prompt_results(
-    tokenizer: Any, prompts: Sequence[Prompt], both: Both, identical: frozenset[int]
-) -> list[PromptResult]:
-    return [
-        PromptResult(
-            prompt=prompt.text,
-            num_tokens=len(decoded.tokens),
-            accept_len=decoded.accept_len or 1.0,
-            identical=index in identical,
-            segments=_segments(tokenizer, decoded),
-        )
-        for index, (prompt, decoded) in enumerate(zip(prompts, both.speculative, strict=True))
-    ]
-
-
-def _segments(tokenizer: Any, decoded: Decoded) -> tuple[Segment, ...]:
-    """The answer's pieces; tokens that only together make a character are one piece, of the kind of the last."""
-    segments: list[Segment] = []
-    held: list[int] = []
-    for token, kind in decoded.segments:
-        held.append(token)
-        text = tokenizer.decode(held)
-        if not text.endswith("\ufffd") or len(held) == _MAX_CHARACTER_TOKENS:
-            segments.append(Segment(text, kind))
-            held = []
-    return (*segments, Segment(tokenizer.decode(held), decoded.segments[-1][1])) if held else tuple(segments)
+def _name(target: Target) -> str:
+    return str(target.dtype).removeprefix("torch.")

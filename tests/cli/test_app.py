@@ -175,7 +175,9 @@ def test_train_gets_the_plan_and_shows_the_result(run, recipe, monkeypatch):
 def test_validate_fails_when_a_proof_or_losslessness_does(run, recipe, monkeypatch, different, passed, code):
     greedy = (GreedyCheck("float32", 4, 4 - different, 0, different, 0.1),)
     result = replace(VALIDATED, greedy=greedy, proofs=(Proof("no leak", passed, "bit for bit"),))
-    fake_module(monkeypatch, "helixctl.training.validate", run_validation=lambda plan, **_: result)
+    fake_module(
+        monkeypatch, "helixctl.training.validate", run_validation=lambda *_, **__: result, ValidationRequest=dict
+    )
     assert run("validate", recipe).code == code
     done = run("validate", recipe, "--json")
     assert done.code == code
@@ -183,7 +185,7 @@ def test_validate_fails_when_a_proof_or_losslessness_does(run, recipe, monkeypat
 
 
 def test_validate_refuses_files_that_are_not_there(run, recipe, tmp_path):
-    for option in ("--checkpoint", "--prompts"):
+    for option in ("--checkpoint", "--bench"):
         done = run("validate", recipe, option, tmp_path / "none")
         assert done.code == 2
         assert f"{option}: there is no" in done.err

@@ -10,21 +10,10 @@ from rich.console import Console
 
 from helixctl.cli import render
 from helixctl.cli.tables import memory_table, train_rows
+from helixctl.decoding.distribution import SampleCheck
 from helixctl.memory import MemoryLine
-from helixctl.training.results import GreedyCheck, PromptResult, Proof, Segment, TrainResult, ValidationResult
-
-VALIDATED = ValidationResult(
-    checkpoint="run/checkpoints/step-100",
-    step=100,
-    held_out={"val/loss": 2.5},
-    accept_len=2.125,
-    accept_len_shuffled=1.25,
-    prompts=(PromptResult("What is 1+1?", 3, 2.5, True, (Segment("It", "prefill"), Segment(" is", "draft"))),),
-    greedy=(GreedyCheck("bfloat16", 8, 7, 1, 0, 0.125),),
-    plain_tokens_per_s=100.0,
-    speculative_tokens_per_s=150.0,
-    proofs=(Proof("no leak", True, "bit for bit"), Proof("taps", False, "0.5 off")),
-)
+from helixctl.training.results import TrainResult
+from tests.training.validations import VALIDATED
 
 
 @pytest.mark.parametrize(
@@ -67,7 +56,10 @@ def test_validation_shows_answers_speed_and_proofs(capsys):
         "> What is 1+1?",
         "It is",
         "same as plain decoding",
-        "2.125 tokens per target forward",
+        "2.125 over all cycles",
+        "2.200 tokens per target forward",
+        "math  ",
+        "75.0 %",
         "1.50x",
         "7 of 8 identical, 1 near-ties",
         "passed: bit for bit",
@@ -78,8 +70,17 @@ def test_validation_shows_answers_speed_and_proofs(capsys):
 
 
 def test_validation_without_live_decoding(capsys):
-    render.render_validation(replace(VALIDATED, accept_len=None, accept_len_shuffled=None, plain_tokens_per_s=None))
-    assert "live decoding" not in capsys.readouterr().out
+    bare = replace(VALIDATED, accept_len=None, accept_len_shuffled=None, plain_tokens_per_s=None)
+    render.render_validation(replace(bare, total=None, sources=(), settings=None))
+    out = capsys.readouterr().out
+    assert "live decoding" not in out and "by position" not in out
+
+
+@pytest.mark.parametrize(("p_value", "word"), [(0.4, "yes"), (1e-9, "NO")])
+def test_samples_are_judged(capsys, p_value, word):
+    render.render_validation(replace(VALIDATED, greedy=(), samples=SampleCheck(1000, 19.0, p_value, 2)))
+    out = capsys.readouterr().out
+    assert f"the target's distribution  {word}: chi-square 19.0" in out and "2 behind the cut" in out
 
 
 def test_a_sample_marks_what_is_supervised(capsys):

@@ -2,70 +2,20 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from helixctl.checkpoint.store import load_checkpoint
-from helixctl.errors import DataError
-from helixctl.training.live import ShuffledFeatures, held_out_prompts, prompts_from_file
+from helixctl.training.live import ShuffledFeatures, held_out_prompts
 from helixctl.training.run import run_training
 from tests.chats import make_chat_world, prepare_world
 from tests.data import templates
 from tests.training.worlds import make_world_plan, tensors_equal
 
 USER = {"role": "user", "content": "hi"}
-
-
-def write(path: Path, *rows: Any) -> Path:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return path
-
-
-def test_the_three_shapes_give_the_same_prompt(tmp_path: Path) -> None:
-    answered = {"messages": [USER, {"role": "assistant", "content": "hello"}]}
-    path = write(tmp_path / "p.jsonl", {"prompt": "hi"}, "", {"turns": ["hi", "again"]}, {"messages": [USER]}, answered)
-    found = prompts_from_file(path, templates.byte_tokenizer())
-    assert [prompt.text for prompt in found] == ["hi"] * 4
-    assert len({prompt.ids for prompt in found}) == 1
-    expected = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    assert templates.byte_tokenizer().decode(list(found[0].ids)) == expected
-
-
-def test_prompts_may_be_packed_and_are_limited(tmp_path: Path) -> None:
-    path = tmp_path / "p.jsonl.gz"
-    path.write_bytes(gzip.compress(b'{"prompt": "one"}\n{"prompt": "two"}\n'))
-    assert [p.text for p in prompts_from_file(path, templates.byte_tokenizer(), limit=1)] == ["one"]
-
-
-@pytest.mark.parametrize(
-    ("rows", "words"),
-    [
-        ([], "holds no prompt"),
-        ([{"prompt": "x"}, "{broken"], r"p\.jsonl:2: this line is not JSON"),
-        (["", {"question": "x"}], r"p\.jsonl:2: there is no prompt"),
-        (["[1]"], r"p\.jsonl:1: there is no prompt"),
-        ([{"messages": ["hi"]}], r"p\.jsonl:1: there is no prompt"),
-        ([{"messages": []}], r"p\.jsonl:1: the conversation in this line has no user turn"),
-        ([{"messages": [{"role": "assistant", "content": "x"}]}], r"p\.jsonl:1: .* no user turn"),
-    ],
-)
-def test_bad_prompts_are_named_with_their_line(tmp_path: Path, rows: list[Any], words: str) -> None:
-    with pytest.raises(DataError, match=words) as caught:
-        prompts_from_file(write(tmp_path / "p.jsonl", *rows), templates.byte_tokenizer())
-    assert '{"prompt": "..."}' in (caught.value.fix or "")
-
-
-def test_a_prompt_that_the_template_refuses_is_named(tmp_path: Path) -> None:
-    path = write(tmp_path / "p.jsonl", {"prompt": "x"})
-    with pytest.raises(DataError, match=r"p\.jsonl:1: .*template refuses.*takes nothing"):
-        prompts_from_file(path, templates.byte_tokenizer(templates.RAISING))
-    with pytest.raises(DataError, match=r"p\.jsonl:1: .*chat_template"):
-        prompts_from_file(path, templates.byte_tokenizer(None))
 
 
 class Prompts:
@@ -83,12 +33,12 @@ def test_held_out_prompts_pass_over_what_cannot_be_decoded() -> None:
         {"index": 0, "messages": [{"role": "user", "content": "x" * 100}]},
         {"index": 1, "messages": [{"role": "system", "content": "no"}]},
         {"index": 2, "text": "once upon a time"},
-        {"index": 3, "messages": [USER]},
+        {"index": 3, "messages": [USER], "source": "talk"},
         {"index": 4, "messages": [USER]},
     )
     tokenizer = templates.byte_tokenizer(templates.ALTERNATING)
     assert [p.text for p in held_out_prompts(store, tokenizer, 2, 120)] == ["once upon a time", "hi"]
-    assert len(held_out_prompts(store, tokenizer, 9, None)) == 4
+    assert [p.source for p in held_out_prompts(store, tokenizer, 9, None)] == ["", "", "talk", ""]
 
 
 class Recording:

@@ -12,7 +12,7 @@ from helixctl.checkpoint.store import load_checkpoint
 from helixctl.errors import CheckpointError, RecipeError
 from helixctl.training.commands import ExportRequest, run_export
 from helixctl.training.run import run_training
-from helixctl.training.validate import run_validation
+from helixctl.training.validate import ValidationRequest, run_validation
 from tests.checkpoint.builders import edit_config
 from tests.cli.runner import Runner
 from tests.training.conftest import TrainedWorld
@@ -28,7 +28,7 @@ def export(trained: TrainedWorld) -> Path:
 
 def test_validation_of_an_export_measures_the_same_drafter(trained: TrainedWorld, export: Path) -> None:
     own = run_validation(trained.plan())
-    theirs = run_validation(trained.plan(), checkpoint=export)
+    theirs = run_validation(trained.plan(), ValidationRequest(checkpoint=export))
     assert theirs.step == 0
     assert theirs.lossless and all(proof.passed for proof in theirs.proofs)
     assert theirs.held_out["val/loss"] == pytest.approx(own.held_out["val/loss"], rel=1e-2)  # bfloat16 weights
@@ -70,7 +70,10 @@ def test_another_drafter_is_refused_with_what_to_set(
     trained: TrainedWorld, export: Path, tmp_path: Path, overrides: list[str], words: str, fix: str
 ) -> None:
     run_dir = f"run.dir={tmp_path / 'run'}"
-    for start in (lambda plan: run_training(plan), lambda plan: run_validation(plan, checkpoint=export)):
+    for start in (
+        lambda plan: run_training(plan),
+        lambda plan: run_validation(plan, ValidationRequest(checkpoint=export)),
+    ):
         plan = trained.plan(*overrides, f"drafter.init_from={export}", run_dir)
         with pytest.raises(CheckpointError, match=words) as caught:
             start(plan)
@@ -82,7 +85,7 @@ def test_a_longer_block_is_free_at_the_start_only(trained: TrainedWorld, export:
     longer = ("drafter.block_size=5", f"run.dir={tmp_path / 'run'}", "train.steps=1")
     assert run_training(trained.plan(*longer, f"drafter.init_from={export}")).finished
     with pytest.raises(CheckpointError, match="block_size is 4, the recipe's 5"):
-        run_validation(trained.plan(*longer), checkpoint=export)
+        run_validation(trained.plan(*longer), ValidationRequest(checkpoint=export))
 
 
 def test_a_start_that_is_not_there_is_a_mistake_in_the_recipe(trained: TrainedWorld, tmp_path: Path) -> None:
@@ -107,5 +110,5 @@ def test_a_drafter_for_another_target_is_refused(trained: TrainedWorld, export: 
     other = convert(export, tmp_path / "other", "zlab", facts=facts).dir
     edit_config(other, dflash_config__input_embedding_scale=8.0)
     with pytest.raises(CheckpointError, match=r"embedding_scale is 8\.0") as caught:
-        run_validation(trained.plan(), checkpoint=other)
+        run_validation(trained.plan(), ValidationRequest(checkpoint=other))
     assert caught.value.fix == "--set drafter.scale_embeddings=true"

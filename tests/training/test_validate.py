@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import pytest
 
 from helixctl.data.store import SourceCounts, Store
 from helixctl.data.store_writer import StoreWriter
-from helixctl.decoding.decoded import Decoded
-from helixctl.errors import CheckpointError, DataError
+from helixctl.decoding.sampling import judge_drafts
+from helixctl.errors import CheckpointError, DataError, UsageError
 from helixctl.training import validate
+from helixctl.training.conversations import Choice
 from helixctl.training.proofs import MAX_TOKENS
-from helixctl.training.validate import run_validation
+from helixctl.training.results import ValidationResult
+from helixctl.training.validate import ValidationRequest, run_validation
 from tests.chats import conversations, write_jsonl
 from tests.cli.runner import Runner
 from tests.data import templates
@@ -26,8 +29,13 @@ from tests.training.conftest import TrainedWorld
 LAST = "checkpoints/step-00000004"
 
 
+def texts(found: ValidationResult) -> list[list[str]]:
+    """Every turn's answer."""
+    return [["".join(s.text for s in turn.segments) for turn in answer.turns] for answer in found.prompts]
+
+
 def test_held_out_metrics_equal_those_of_the_run_bit_for_bit(trained: TrainedWorld) -> None:
-    found = run_validation(trained.plan(), checkpoint=Path(trained.result.run_dir) / LAST)
+    found = run_validation(trained.plan(), ValidationRequest(checkpoint=Path(trained.result.run_dir) / LAST))
     recorded = {name: value for name, value in trained.result.validation.items() if name.startswith("val/")}
     assert found.held_out == recorded and found.step == 4
     assert "val/accept_len" in recorded and "val/acc_3" in recorded
@@ -41,7 +49,10 @@ def test_decoding_is_lossless_and_stands_beside_its_control(trained: TrainedWorl
     assert found.accept_len is not None and found.accept_len >= 1.0
     assert found.accept_len_shuffled is not None and found.accept_len_shuffled >= 1.0
     assert all(proof.passed for proof in found.proofs) and len(found.proofs) == 4
-    assert all(answer.identical and answer.num_tokens <= 12 for answer in found.prompts)
+    assert all(turn.identical and turn.num_tokens <= 12 for answer in found.prompts for turn in answer.turns)
+    assert [(one.num_prompts, one.num_turns, one.identical) for one in found.sources] == [(2, 2, 2)]
+    assert found.total is not None and found.total.accept_len == found.accept_len
+    assert found.settings is not None and found.settings.block_size == trained.plan().recipe.drafter.block_size
     assert found.plain_tokens_per_s and found.speculative_tokens_per_s
     assert all(done == total for done, total in seen.values()) and len(seen) == 6, seen
 
@@ -53,10 +64,74 @@ def test_a_target_in_bfloat16_is_judged_in_float32_and_shown_in_both(trained: Tr
     assert found.lossless and all(proof.passed for proof in found.proofs)
 
 
-def test_prompts_of_a_file_replace_the_held_out_ones(trained: TrainedWorld, tmp_path: Path) -> None:
+def test_prompts_of_files_replace_the_held_out_ones_and_are_played_turn_by_turn(
+    trained: TrainedWorld, tmp_path: Path
+) -> None:
     rows: list[dict[str, Any]] = [{"prompt": "hi"}, {"turns": ["two", "three"]}, conversations(1)[0]]
-    found = run_validation(trained.plan(), prompts=write_jsonl(tmp_path / "p.jsonl", rows))
-    assert [answer.prompt for answer in found.prompts] == ["hi", "two", "count to 0"]
+    paths = (
+        write_jsonl(tmp_path / "p.jsonl", rows),
+        write_jsonl(tmp_path / "q.jsonl", [{"prompt": "more", "id": "m"}]),
+    )
+    found = run_validation(trained.plan(), ValidationRequest(bench=paths))
+    said = [[turn.prompt for turn in answer.turns] for answer in found.prompts]
+    assert said == [["hi"], ["two", "three"], ["count to 0"], ["more"]]
+    assert [(one.source, one.id) for one in found.prompts] == [("p", "1"), ("p", "2"), ("p", "3"), ("q", "m")]
+    assert [(one.source, one.num_prompts, one.num_turns) for one in found.sources] == [("p", 3, 4), ("q", 1, 1)]
+    assert found.lossless and found.greedy[0].prompts == 5
+    assert found.total is not None and found.total.positions[0].judged > 0
+
+
+def test_acceptance_alone_is_the_same_number_and_nothing_else(trained: TrainedWorld, tmp_path: Path) -> None:
+    """What settings are chosen by, on prompts that are not scored in the end."""
+    path = write_jsonl(tmp_path / "p.jsonl", [{"turns": [f"count to {i}", "again"]} for i in range(6)])
+    seen: set[str] = set()
+    request = ValidationRequest(bench=(path,), choice=Choice(skip=2, limit=3), acceptance_only=True, max_new_tokens=9)
+    found = run_validation(trained.plan(), request, on_progress=lambda what, done, total: seen.add(what))
+    assert seen == {"speculative decoding, float32"}
+    assert [one.id for one in found.prompts] == ["3", "4", "5"] and found.total is not None
+    assert (found.held_out, found.greedy, found.proofs, found.plain_tokens_per_s) == ({}, (), (), None)
+    assert all(turn.identical is None and turn.num_tokens <= 9 for one in found.prompts for turn in one.turns)
+    whole = run_validation(trained.plan(), replace(request, acceptance_only=False))
+    assert whole.total is not None and whole.total.score == found.total.score
+    assert whole.settings == found.settings and whole.held_out
+    assert found.lossless and found.total.identical is None and whole.total.identical == 6
+
+
+def test_shorter_blocks_are_lossless_too_and_are_refused_where_they_are_longer(trained: TrainedWorld) -> None:
+    own = trained.plan().recipe.drafter.block_size
+    found = run_validation(trained.plan(), ValidationRequest(block_size=2))
+    assert found.lossless and found.settings is not None and found.settings.block_size == 2 < own
+    assert found.total is not None and [p.position for p in found.total.positions] == [1]
+    for wrong in (1, own + 1):
+        with pytest.raises(UsageError, match=f"--block-size {wrong} is not between 2 and the drafter's own, {own}"):
+            run_validation(trained.plan(), ValidationRequest(block_size=wrong))
+
+
+def test_samples_are_tested_for_the_targets_distribution(trained: TrainedWorld, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": f"count to {i}"} for i in range(12)])
+    request = ValidationRequest(bench=(path,), temperature=1.0, max_new_tokens=40, seed=3)
+    found = run_validation(trained.plan("validation.batch_size=12"), request)
+    assert found.samples is not None and found.lossless and found.samples.p_value > 0.01
+    assert found.samples.num_tokens == sum(one.num_tokens for one in found.prompts) > 300
+    assert found.greedy == () and len(found.proofs) == 3 and found.prompts[0].turns[0].identical is None
+    request = replace(request, acceptance_only=True)
+    again = run_validation(trained.plan("validation.batch_size=12"), request)
+    assert texts(again) == texts(found)
+    assert texts(run_validation(trained.plan("validation.batch_size=12"), replace(request, seed=4))) != texts(found)
+    with pytest.raises(UsageError, match="greedy decoding samples nothing"):
+        run_validation(trained.plan(), ValidationRequest(top_p=0.9))
+
+
+def test_a_sampler_that_keeps_too_many_drafts_fails_the_command(
+    trained: TrainedWorld, run: Runner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": f"count to {i}"} for i in range(12)])
+    monkeypatch.setattr(
+        "helixctl.decoding.sampling.judge_drafts", lambda p, q, drafts, u: judge_drafts(p, q, drafts, u * 0)
+    )
+    done = run("validate", trained.recipe, "--bench", path, "--temperature", 1, "--max-new-tokens", 40, "--json")
+    found = json.loads(done.out)
+    assert done.code == 1 and found["samples"]["p_value"] < 1e-4 and all(one["passed"] for one in found["proofs"])
 
 
 def test_without_prompts_there_are_metrics_and_three_proofs(trained: TrainedWorld) -> None:
@@ -92,7 +167,7 @@ def test_a_decoder_that_accepts_a_wrong_token_fails_the_command(
     assert done.code == 1
     assert found["greedy"][0]["different"] == 2 and found["greedy"][0]["noise"] > 0
     assert [proof["passed"] for proof in found["proofs"]] == [True, True, True, False]
-    assert not any(answer["identical"] for answer in found["prompts"])
+    assert not any(turn["identical"] for answer in found["prompts"] for turn in answer["turns"])
 
 
 @pytest.mark.parametrize(
@@ -115,22 +190,8 @@ def test_a_store_of_another_tokenizer_is_refused(trained: TrainedWorld, tmp_path
     for file in Path(trained.plan().recipe.target.model).iterdir():
         (other / file.name).write_bytes(file.read_bytes())
     templates.byte_tokenizer(templates.CHATML + " ").save_pretrained(other)
-    with pytest.raises(DataError, match="another chat template than the target's"):
+    with pytest.raises(DataError, match="another chat template than the recipe's"):
         run_validation(trained.plan(f"target.model={other}"))
-
-
-def test_pieces_of_one_character_are_shown_together() -> None:
-    tokenizer = templates.byte_tokenizer()
-    ids = tuple(tokenizer.encode("aé!", add_special_tokens=False))
-    assert len(ids) == 4
-    decoded = Decoded(prompt_ids=(1,), tokens=ids, accepted=(3,), finish="length", last_is_bonus=True)
-    assert [(s.text, s.kind) for s in validate._segments(tokenizer, decoded)] == [
-        ("a", "prefill"),
-        ("é", "draft"),
-        ("!", "bonus"),
-    ]
-    cut = Decoded(prompt_ids=(1,), tokens=ids[:2], accepted=(1,), finish="length")
-    assert [s.text for s in validate._segments(tokenizer, cut)] == ["a", "\ufffd"]
 
 
 @pytest.mark.parametrize("begins", [[40, 10], [900, 700]])

@@ -1,0 +1,42 @@
+"""A validation result by hand, for whatever shows one."""
+
+from __future__ import annotations
+
+from helixctl.decoding.acceptance import PositionAcceptance
+from helixctl.training.results import (
+    GreedyCheck,
+    PromptResult,
+    Proof,
+    Segment,
+    Settings,
+    SourceResult,
+    TurnResult,
+    ValidationResult,
+)
+
+
+def make_source(name: str, score: float, accepted: tuple[int, ...]) -> SourceResult:
+    """A source whose drafts were judged eight times at every position."""
+    positions = tuple(PositionAcceptance(k, 8, 8, count) for k, count in enumerate(accepted, start=1))
+    return SourceResult(name, 2, 3, 40, score, score - 0.1, 3, positions)
+
+
+TURNS = (
+    TurnResult("What is 1+1?", 3, 2.5, True, (Segment("It", "prefill"), Segment(" is", "draft"))),
+    TurnResult("And <b>2+2</b>?", 1, None, False, (Segment("<i>4</i>", "prefill"),)),
+)
+VALIDATED = ValidationResult(
+    checkpoint="run/checkpoints/step-100",
+    step=100,
+    held_out={"val/loss": 2.5},
+    accept_len=2.125,
+    accept_len_shuffled=1.25,
+    prompts=(PromptResult("math", "q|1", 4, 2, 2.5, TURNS), PromptResult("talk", "mt/81", 1, 0, None, TURNS[1:])),
+    greedy=(GreedyCheck("bfloat16", 8, 7, 1, 0, 0.125),),
+    plain_tokens_per_s=100.0,
+    speculative_tokens_per_s=150.0,
+    proofs=(Proof("no leak", True, "bit for bit"), Proof("taps", False, "0.5 off")),
+    settings=Settings(8, 128, 0.0, None, 1.0, 0, 4, 20, None),
+    sources=(make_source("math", 2.3, (6, 4, 1)), make_source("talk", 1.4, (3, 1))),
+    total=make_source("all", 2.2, (5, 3, 1)),
+)
