@@ -9,7 +9,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Auto = Literal["auto"]
@@ -44,7 +53,7 @@ class TargetOptions(Section):
     attention: Literal["auto", "segments", "flex", "dense"] = "auto"
     """How packed documents are kept apart: a call per document, compiled flex_attention, or one dense mask (slow)."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """Compile the target's packed attention (flex), on a GPU only; off: segments there too."""
+    """Compile the target's layers with flex attention. auto: on a GPU, and where `compile.mode` is on; off: segments."""
     feature_cache_mib: NonNegativeInt = 0
     """Memory for features of documents already seen, per target loop: a set that fits needs one target pass. They are
     then computed one document at a time. 0 computes them anew for every row."""
@@ -54,17 +63,60 @@ class TargetOptions(Section):
     """Run Python code that the checkpoint brings along."""
 
 
-class SourceOptions(Section):
-    """One set of training documents."""
+class DatasetOptions(Section):
+    """A Hugging Face dataset; reading it needs the extra `datasets`."""
 
-    path: Path
-    """JSONL file (may end in .gz), text file, or a folder of them."""
+    name: str
+    """Hub name, or a folder: of data files, or written by `save_to_disk`."""
+    config: str | None = None
+    """Name of the dataset's configuration, where it has several."""
+    split: str = "train"
+    """Name of the split, or a slice of it such as `train[:1000]`."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub."""
+    streaming: bool = False
+    """Read over the network while `prepare` works, in place of downloading everything into the local cache."""
+
+
+class SourceOptions(Section):
+    """One set of training documents: files, or a Hugging Face dataset."""
+
+    path: Path | None = None
+    """JSONL (may end in .gz), Parquet or text file, or a folder of them."""
+    dataset: DatasetOptions | None = None
+    """In place of `path`."""
+    name: str | None = None
+    """What tables call it; left out, the name of the file, folder or dataset."""
     format: str = "chat"
     """chat, text or tokens: a plug-in in data/formats."""
     weight: PositiveFloat = 1.0
-    """Share relative to the other sources; 1.0 for all means every document once."""
+    """How often its documents stand in an epoch: 1 is once each, 0.25 exactly a quarter of them, 2.5 twice or thrice."""
+    share: Fraction | None = None
+    """Share of all training tokens that it has to make up; `prepare` fails when it is off by more than 0.01."""
     field: str | None = None
-    """Name of the JSON field that holds the conversation or text, where it is not the usual one."""
+    """Name of the JSON field or column that holds the conversation or text, where it is not the usual one."""
+    include: tuple[str, ...] = ()
+    """Of a folder, only files that match a pattern such as `*.py`; left out, those of the format."""
+    exclude: tuple[str, ...] = ()
+    """Patterns of files and folders below `path` that are left out, such as `site-packages`."""
+
+    @model_validator(mode="after")
+    def _has_one_place(self) -> SourceOptions:
+        if (self.path is None) == (self.dataset is None):
+            raise ValueError("should have either `path` or `dataset`")
+        return self
+
+    @property
+    def label(self) -> str:
+        """What tables call the source."""
+        return self.name or (self.path.name if self.path is not None else self.place)
+
+    @property
+    def place(self) -> str:
+        """Where it is, for messages and for the store."""
+        if self.dataset is None:
+            return str(self.path)
+        return f"{self.dataset.name}[{self.dataset.split}]"
 
 
 class HeldOutOptions(Section):
@@ -134,10 +186,18 @@ class ScheduleOptions(Section):
     """Shape after warm-up; wsd holds the peak, then falls over the last `decay_ratio` of the steps."""
     warmup_ratio: Fraction = 0.04
     """Share of the steps with a rising learning rate."""
+    warmup_steps: NonNegativeInt | None = None
+    """The same in optimizer steps, whatever the accumulation; used in place of the share where it is given."""
     decay_ratio: Fraction = 0.2
     """Share of the steps that wsd spends falling."""
     min_lr_ratio: Fraction = 0.0
     """Final learning rate over the peak."""
+
+    def warmup_of(self, total_steps: int) -> int:
+        """Steps with a rising learning rate, of so many in all."""
+        return (
+            round(self.warmup_ratio * total_steps) if self.warmup_steps is None else min(self.warmup_steps, total_steps)
+        )
 
 
 class StepOptions(Section):
@@ -219,11 +279,18 @@ class CompileOptions(Section):
     """torch.compile."""
 
     mode: Literal["auto", "on", "off"] = "auto"
-    """auto: on a GPU."""
+    """auto: on a GPU. on: on a CPU too (minutes of compilation; for tests of it). off: everywhere as it is written, for
+    debugging; `train --eager` is the same."""
     cache: Path | None = None
-    """Folder of compiled code that outlives the run."""
+    """File that `warmup-compile` writes and `train` reads; null: the one that fits, in ~/.cache/helixctl/compile."""
+    graphs: Literal["auto", "on", "off"] = "auto"
+    """Whether a drafter's training pass is replayed from a CUDA graph; auto: where it is short. Targets always are."""
     on_recompile: Literal["fail", "warn"] = "fail"
     """What a recompilation after warm-up does."""
+
+    def covers(self, device: str) -> bool:
+        """Whether work on ``device`` (`cpu`, `cuda:0`) is compiled."""
+        return self.mode == "on" or (self.mode == "auto" and device != "cpu")
 
 
 class CheckpointOptions(Section):
@@ -289,4 +356,7 @@ class DrafterOptions(Section):
     mask_token_id: NonNegativeInt
     """Fills the rest of a block: a row of the embedding that never occurs in text; not eos, not pad."""
     init_from: Path | None = None
-    """Folder of a published drafter for the same target, whoever made it, whose weights training starts from."""
+    """Folder of a published drafter for the same target, whoever made it, whose weights training starts from. What the
+    recipe does not say of the drafter's sizes, taps, block and mask token is then taken from its configuration."""
+    freeze: tuple[str, ...] = ()
+    """Parts whose weights stay as they are, by the names of the published tensors: `fc`, `layers.0`, `layers.*.mlp`."""
