@@ -82,6 +82,21 @@ class CausalLMPlan:
     warnings: tuple[str, ...]
 
     @property
+    def trainer_role(self) -> str:
+        """Begins the names of the loops that train."""
+        return "trainer"
+
+    @property
+    def loops(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """Roles of the loops that compute, and their devices."""
+        return (("trainer", self.trainer_devices),)
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Every device that this process uses, once."""
+        return tuple(dict.fromkeys(self.trainer_devices))
+
+    @property
     def num_trainers(self) -> int:
         """Training loops of all processes together."""
         return self.world.size * len(self.trainer_devices)
@@ -207,7 +222,7 @@ def _plan_stages(
                 options=options,
                 first_step=first,
                 num_steps=steps,
-                warmup_steps=None if steps is None else round(options.warmup_ratio * steps),
+                warmup_steps=None if steps is None else options.warmup_of(steps),
                 epochs=None if steps is None or not count else steps * rows_per_step / max(1, count.train_windows),
                 windows=count.train_windows if count else None,
                 held_out_windows=count.validation_windows if count else None,

@@ -75,6 +75,21 @@ class Plan:
     warnings: tuple[str, ...]
 
     @property
+    def trainer_role(self) -> str:
+        """Begins the names of the loops that train."""
+        return "drafter"
+
+    @property
+    def loops(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """Roles of the loops that compute, and their devices."""
+        return (("target", self.target_devices), ("drafter", self.drafter_devices))
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Every device that this process uses, once."""
+        return tuple(dict.fromkeys((*self.target_devices, *self.drafter_devices)))
+
+    @property
     def trainer_devices(self) -> tuple[str, ...]:
         """Devices of the loops that train: the drafters'."""
         return self.drafter_devices
@@ -134,7 +149,7 @@ def make_plan(recipe: Recipe, machine: Machine) -> Plan:
         rows_per_step=rows_per_step,
         tokens_per_step=round(rows_per_step * (counts.tokens_per_row if counts else recipe.data.seq_len)),
         total_steps=total_steps,
-        warmup_steps=None if total_steps is None else round(recipe.train.warmup_ratio * total_steps),
+        warmup_steps=None if total_steps is None else recipe.train.warmup_of(total_steps),
         validation_batches=_validation_batches(recipe, counts, num_drafters),
         train_documents=counts.train_documents if counts else None,
         validation_documents=counts.validation_documents if counts else None,

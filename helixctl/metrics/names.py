@@ -22,6 +22,8 @@ TRAIN_EMPTY_STEPS = "train/empty_steps"
 TRAIN_BAD_DOCUMENTS = "train/bad_documents"
 
 VAL_LOSS = "val/loss"
+VAL_PERPLEXITY = "val/perplexity"
+VAL_ACCURACY = "val/accuracy"
 VAL_ACCEPT_LEN = "val/accept_len"
 
 LIVE_ACCEPT_LEN = "live/accept_len"
@@ -33,6 +35,7 @@ LIVE_DIFFERENT = "live/different"
 PERF_TOKENS_PER_S = "perf/tokens_per_s"
 PERF_STEP_MS = "perf/step_ms"
 PERF_WAIT_S = "perf/wait_s"
+PERF_MFU = "perf/mfu"
 
 MEMORY_PEAK_BYTES = "memory/peak_bytes"
 
@@ -47,6 +50,8 @@ MEANINGS: dict[str, str] = {
     TRAIN_EMPTY_STEPS: "steps of the window that were skipped because nothing in them was supervised",
     TRAIN_BAD_DOCUMENTS: "documents of the window that were left out because their features were not finite",
     VAL_LOSS: "as train/loss, on held-out rows with fixed anchors",
+    VAL_PERPLEXITY: "exp(val/loss) of a causal LM: how many tokens it hesitates between",
+    VAL_ACCURACY: "share of held-out tokens that a causal LM finds most likely",
     VAL_ACCEPT_LEN: "accept_len estimated on held-out blocks; chooses the best checkpoint by default",
     LIVE_ACCEPT_LEN: "accept_len of real speculative decoding",
     LIVE_SPEEDUP: "time of plain greedy decoding / time of speculative decoding, same prompts",
@@ -56,6 +61,7 @@ MEANINGS: dict[str, str] = {
     PERF_TOKENS_PER_S: "real tokens (padding excluded) trained per second of the window, pauses excluded",
     PERF_STEP_MS: "milliseconds per optimizer step, pauses excluded",
     PERF_WAIT_S: "seconds of the window that the drafter waited for features",
+    PERF_MFU: "floating-point operations of a causal LM's tokens over what its GPUs could do (docs/causal-lm.md)",
     MEMORY_PEAK_BYTES: "most bytes allocated at once on the drafter's device",
 }
 """Fixed names. Families of names have functions below."""
@@ -95,5 +101,5 @@ def channel_occupancy(channel: str) -> str:
 
 
 def larger_is_better(name: str) -> bool:
-    """Whether a larger value of metric ``name`` is the better one; everything but losses."""
-    return not name.endswith("loss")
+    """Whether a larger value of metric ``name`` is the better one; everything but losses and perplexities."""
+    return not name.endswith(("loss", "perplexity"))

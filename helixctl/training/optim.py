@@ -14,23 +14,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from helixctl.recipe.schema import TrainOptions
+from helixctl.recipe.schema import ScheduleOptions, StepOptions
 
 
-def learning_rate_scale(step: int, total_steps: int, options: TrainOptions) -> float:
+def learning_rate_scale(step: int, total_steps: int, options: ScheduleOptions) -> float:
     """Share of the peak learning rate used by optimizer step ``step`` (the first is 0).
 
     Rises linearly over the warm-up and reaches the peak at its end; then follows the schedule down towards
     ``min_lr_ratio``, which step ``total_steps`` would reach.
     """
-    warmup = round(options.warmup_ratio * total_steps)
+    warmup = options.warmup_of(total_steps)
     if step < warmup:
         return (step + 1) / (warmup + 1)
     done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
     return options.min_lr_ratio + (1.0 - options.min_lr_ratio) * _shape(done, options)
 
 
-def _shape(done: float, options: TrainOptions) -> float:
+def _shape(done: float, options: ScheduleOptions) -> float:
     if options.schedule == "cosine":
         return 0.5 * (1.0 + math.cos(math.pi * done))
     if options.schedule == "linear":
@@ -41,16 +41,20 @@ def _shape(done: float, options: TrainOptions) -> float:
     return 1.0
 
 
-def make_optimizer(model: nn.Module, options: TrainOptions) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters; vectors (norms, biases) are not decayed."""
+def make_optimizer(model: nn.Module, options: StepOptions) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters; vectors (norms, biases) and embeddings are not decayed.
+
+    The learning rate is given to every step. A head that is tied to the embedding is the embedding.
+    """
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     trainable = [p for p in model.parameters() if p.requires_grad]
-    matrices = [p for p in trainable if p.ndim >= 2]
-    vectors = [p for p in trainable if p.ndim < 2]
+    matrices = [p for p in trainable if p.ndim >= 2 and id(p) not in tables]
+    others = [p for p in trainable if p.ndim < 2 or id(p) in tables]
     groups = [
         {"params": matrices, "weight_decay": options.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": others, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=options.learning_rate, betas=options.betas, fused=True)
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=0.0, betas=options.betas, fused=True)
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,15 @@ def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.AdamW, tenso
     """Put back what ``optimizer_tensors`` returned, bit for bit."""
     for name, parameter in model.named_parameters():
         keys = [k for k in ("step", "exp_avg", "exp_avg_sq") if f"{name}.{k}" in tensors]
-        optimizer.state[parameter] = {k: tensors[f"{name}.{k}"].to(parameter.device) for k in keys}
+        if keys:  # a frozen parameter has none
+            optimizer.state[parameter] = {k: tensors[f"{name}.{k}"].to(parameter.device) for k in keys}
+
+
+def clear_moments(optimizer: torch.optim.AdamW) -> None:
+    """Moments and step counts begin at zero again, at their own addresses; nothing waits for the device."""
+    for state in optimizer.state.values():
+        for value in state.values():
+            value.zero_()
 
 
 def make_moments(model: nn.Module, optimizer: torch.optim.AdamW) -> None:

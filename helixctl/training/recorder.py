@@ -14,17 +14,18 @@ from torch import Tensor, nn
 
 from helixctl.checkpoint.store import Best, load_checkpoint, prune, save_checkpoint, write_best
 from helixctl.errors import HelixError
+from helixctl.lm_plan import AnyPlan, CausalLMPlan
 from helixctl.metrics import names
 from helixctl.metrics.meter import Meter, Throughput
 from helixctl.metrics.sink import SinkGroup
-from helixctl.plan import Plan
+from helixctl.models.flops import peak_flops
 from helixctl.training.build import Control
-from helixctl.training.evaluate import validation_metrics
+from helixctl.training.evaluate import lm_validation_metrics, validation_metrics
 from helixctl.training.optim import StepOutcome, load_optimizer_tensors, optimizer_tensors
 from helixctl.training.state import TrainState, num_steps
 
-Live = Callable[[nn.Module], float]
-"""Decodes a few held-out prompts with the live target; returns the acceptance length."""
+Live = Callable[[nn.Module], dict[str, float]]
+"""Decodes a few prompts with what is being trained, after a validation pass; returns metrics."""
 
 _TOKENS = "tokens"
 _DOCUMENTS = "documents"
@@ -39,7 +40,7 @@ class Recorder:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: AnyPlan,
         state: TrainState,
         sinks: SinkGroup,
         control: Control,
@@ -60,6 +61,9 @@ class Recorder:
         self._sinks = sinks
         self._progress = control.progress
         self._live = live
+        self._is_lm = isinstance(plan, CausalLMPlan)
+        self._stem = "model" if self._is_lm else "drafter"
+        self._flops = _flops_per_token(plan)
         self._meter = Meter()
         self._throughput = Throughput()
         self._is_best = False
@@ -79,7 +83,7 @@ class Recorder:
         if self.last_checkpoint is None:
             return
         loaded = load_checkpoint(self.last_checkpoint)
-        model.load_state_dict(loaded.tensors["drafter"])
+        model.load_state_dict(loaded.tensors[self._stem])
         load_optimizer_tensors(model, optimizer, loaded.tensors["optimizer"])
 
     def started(self) -> None:
@@ -110,9 +114,9 @@ class Recorder:
         """Write the metrics of a pass that took ``seconds``; remember whether this is the best step so far."""
         self._throughput.pause(seconds)
         with self._throughput.paused():
-            values = validation_metrics(sums)
+            values = lm_validation_metrics(sums) if self._is_lm else validation_metrics(sums)
             if self._live is not None:
-                values[names.LIVE_ACCEPT_LEN] = self._live(model)
+                values |= self._live(model)
             self.validation = values
             self._sinks.write(self._state.step, values)
             self._judge(values)
@@ -126,7 +130,7 @@ class Recorder:
             self._flush()
         with self._throughput.paused():
             self._save(model, optimizer)
-        self._progress.beat("drafter-0")
+        self._progress.beat(f"{self._plan.trainer_role}-0")
 
     def _is_last_step(self) -> bool:
         return self._state.step >= self._num_steps
@@ -143,7 +147,10 @@ class Recorder:
         self._state.bad_documents += round(values[names.TRAIN_BAD_DOCUMENTS])
         self._state.skipped_steps += round(values[names.TRAIN_BAD_STEPS] + values[names.TRAIN_EMPTY_STEPS])
         self.last_loss = values[names.TRAIN_LOSS]
-        self._sinks.write(self._state.step, {**values, **self._throughput.flush(num_tokens)})
+        rates = self._throughput.flush(num_tokens)
+        if self._flops and names.PERF_TOKENS_PER_S in rates:
+            rates[names.PERF_MFU] = self._flops * rates[names.PERF_TOKENS_PER_S]
+        self._sinks.write(self._state.step, {**values, **rates})
         self._check_bad_documents()
 
     def _check_bad_documents(self) -> None:
@@ -170,10 +177,19 @@ class Recorder:
 
     def _save(self, model: nn.Module, optimizer: torch.optim.AdamW) -> None:
         options = self._plan.recipe.checkpoint
-        tensors = {"drafter": dict(model.state_dict()), "optimizer": optimizer_tensors(model, optimizer)}
+        tensors = {self._stem: dict(model.state_dict()), "optimizer": optimizer_tensors(model, optimizer)}
         self.last_checkpoint = save_checkpoint(self.root, self._state.step, tensors, self._state.to_json())
         if self._is_best:
             assert self._state.best_value is not None
             write_best(self.root, Best(self._state.step, options.best, self._state.best_value))
             self._is_best = False
         prune(self.root, options.keep_last, self._state.best_step)
+
+
+def _flops_per_token(plan: AnyPlan) -> float | None:
+    """Of one token, as a share of what all GPUs of the run can do in a second; None where that is unknown."""
+    if not isinstance(plan, CausalLMPlan) or plan.flops_per_token is None or plan.compute_dtype != "bfloat16":
+        return None
+    peaks = [peak_flops(device) for device in plan.trainer_devices]
+    known = [peak for peak in peaks if peak is not None]
+    return plan.flops_per_token / (sum(known) * plan.world.size) if len(known) == len(peaks) else None

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from helixctl.errors import CheckpointError, UsageError
+from helixctl.lm_plan import AnyPlan, CausalLMPlan
 from helixctl.plan import Plan
 
 
@@ -53,7 +54,11 @@ _FREE_TO_CHANGE = {"log_every_steps", "epochs", "steps", "grad_accum_steps", "ma
 """Training options that may differ after a resume; what they derive to is compared instead."""
 
 
-def num_steps(plan: Plan) -> int:
+_STAGE_FREE_TO_CHANGE = {"epochs", "steps", "tokens", "data"}
+"""The same for training stages; where each begins, and its data, are compared instead."""
+
+
+def num_steps(plan: AnyPlan) -> int:
     """The optimizer steps of a plan whose data has been counted.
 
     Raises:
@@ -64,15 +69,13 @@ def num_steps(plan: Plan) -> int:
     return plan.total_steps
 
 
-def make_fingerprints(plan: Plan, store: Mapping[str, str]) -> dict[str, str]:
+def make_fingerprints(plan: AnyPlan, store: Mapping[str, str]) -> dict[str, str]:
     """Short hashes of everything that must not change between a run and its resumption.
 
-    ``store`` names the data, tokenizer and chat template fingerprints of the prepared store.
+    ``store`` names the data, tokenizer and chat template fingerprints of the prepared stores.
     """
     recipe = plan.recipe
     parts: dict[str, Any] = {
-        "block size": recipe.drafter.block_size,
-        "drafter": recipe.drafter.model_dump(mode="json"),
         "sequence length": recipe.data.seq_len,
         "packing": recipe.data.packing,
         "rows per step": plan.rows_per_step,
@@ -82,7 +85,8 @@ def make_fingerprints(plan: Plan, store: Mapping[str, str]) -> dict[str, str]:
         "optimizer": recipe.train.model_dump(mode="json", exclude=_FREE_TO_CHANGE),
     }
     hashed = {name: _digest(value) for name, value in parts.items()}
-    return {**hashed, **_drafter_fingerprints(plan), **store}
+    own = _lm_fingerprints(plan) if isinstance(plan, CausalLMPlan) else _trained_drafter_fingerprints(plan)
+    return {**hashed, **own, **store}
 
 
 def check_fingerprints(saved: Mapping[str, str], current: Mapping[str, str]) -> None:
@@ -111,6 +115,23 @@ def check_same_drafter(saved: Mapping[str, str], plan: Plan) -> None:
             f"the checkpoint was trained with another {', '.join(changed)} than the recipe names",
             fix="use the recipe of the run: recipe.yaml in its run.dir",
         )
+
+
+def _trained_drafter_fingerprints(plan: Plan) -> dict[str, str]:
+    drafter = plan.recipe.drafter
+    parts = {"block size": drafter.block_size, "drafter": drafter.model_dump(mode="json")}
+    return {**{name: _digest(value) for name, value in parts.items()}, **_drafter_fingerprints(plan)}
+
+
+def _lm_fingerprints(plan: CausalLMPlan) -> dict[str, str]:
+    recipe = plan.recipe
+    stages = [(s.first_step, s.options.model_dump(mode="json", exclude=_STAGE_FREE_TO_CHANGE)) for s in plan.stages]
+    parts = {
+        "model": (plan.model.raw, recipe.model.checkpoint),
+        "stages": stages,
+        "windows": (recipe.data.stride, recipe.data.min_tail_len),
+    }
+    return {name: _digest(value) for name, value in parts.items()}
 
 
 def _drafter_fingerprints(plan: Plan) -> dict[str, str]:
