@@ -41,6 +41,8 @@ class DocumentOptions:
 
     mask_policy: MaskPolicy
     validation_fraction: float
+    mask_token_id: int | None = None
+    """A drafter's mask token: a document that holds it is of no use."""
 
 
 class DocumentMaker:
@@ -68,6 +70,10 @@ class DocumentMaker:
             text = self._tokenizer.decode(ids[:200].tolist())
             detail = f"{int(mask.sum())} of {ids.size} tokens supervised, no two in a row: {str(text)[:200]!r}"
             return Bad("no_anchor", record.where, detail)
+        mask_token = self._options.mask_token_id
+        if mask_token is not None and (ids == mask_token).any():
+            place, text = int((ids == mask_token).argmax()), str(self._tokenizer.decode([mask_token]))
+            return Bad("mask_token", record.where, f"{text!r} is token {place + 1} of {ids.size}")
         digest = content_digest(record)
         split: SplitName = "validation" if held_out or self._is_held_out(prompt_digest(record)) else "train"
         prompt = self._prompt(record, ids) if split == "validation" else None
@@ -137,13 +143,3 @@ def _first_answer(record: Chat) -> int:
 def hash_fraction(digest: bytes, draw: int) -> float:
     """A number in [0, 1), uniform over contents, in steps of one millionth; different draws are independent."""
     return int.from_bytes(digest[8 * draw : 8 * draw + 8], "big") % _HASH_STEPS / _HASH_STEPS
-
-
-def number_of_copies(weight: float, digest: bytes) -> int:
-    """How often a training document of a source with ``weight`` stands in the store.
-
-    The whole part of the weight, and once more for the share of contents that the fraction says: 1.0 is every
-    document once, 2.5 two or three times, 0.25 every fourth, chosen by content.
-    """
-    whole = int(weight)
-    return whole + (hash_fraction(digest, 1) < weight - whole)

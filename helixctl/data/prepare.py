@@ -7,38 +7,28 @@ duplicates and 32 per document of the held-out sources that keep these out of tr
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
-from array import array
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from helixctl.data.documents import Document, DocumentOptions, number_of_copies
-from helixctl.data.files import SourceReader
+from helixctl.data.documents import Document, DocumentOptions
 from helixctl.data.fingerprint import check_tokenizer, describe_tokenizer, load_fast_tokenizer
-from helixctl.data.records import Bad, Piece
-from helixctl.data.store import Manifest, SourceCounts, Split, SplitName, Store
+from helixctl.data.records import Piece
+from helixctl.data.store import Manifest, Split, Store
 from helixctl.data.store_writer import StoreWriter
-from helixctl.data.workers import Chunk, ChunkResult, open_workers
+from helixctl.data.tally import Source, Tally
+from helixctl.data.workers import Chunk, open_workers
 from helixctl.errors import DataError
-from helixctl.plugins import FORMATS, load_plugin
 from helixctl.recipe.load import AnyRecipe
-from helixctl.recipe.schema import DataOptions, SourceOptions, StoreOptions
+from helixctl.recipe.schema import DataOptions, Recipe, StoreOptions
 
 Progress = Callable[[int, int, int], None]
 """Called with bytes read, bytes in all, documents kept."""
 
 _CHUNK_BYTES = 1 << 18
 _CHUNK_PIECES = 256
-_NUM_EXAMPLES = 5
-_CHOSEN_REASONS = ("sampled_out", "held_out")
-_TOO_MUCH_SUPERVISED = 0.999
 
 
 @dataclass(frozen=True)
@@ -89,19 +79,20 @@ def prepare(recipe: AnyRecipe, *, on_progress: Progress | None = None) -> Prepar
     started_at = time.monotonic()
     data = recipe.data
     tokenizer = load_fast_tokenizer(recipe.text_model)
-    sources = [_Source(options, "validation") for options in data.validation.sources]
-    sources += [_Source(options, "train") for options in data.train]
+    sources = [Source(options, "validation") for options in data.validation.sources]
+    sources += [Source(options, "train") for options in data.train]
     total_bytes = sum(source.reader.total_bytes for source in sources)
-    options = DocumentOptions(data.mask_policy, data.validation.fraction)
+    options = DocumentOptions(data.mask_policy, data.validation.fraction, _mask_token(recipe, tokenizer))
     with (
         StoreWriter(data.store, describe_tokenizer(tokenizer)) as writer,
         open_workers(data.workers, recipe.text_model, options) as process,
     ):
-        tally = _Tally(writer, sources, lambda document: _show(document, tokenizer))
+        tally = Tally(writer, sources, lambda document: _show(document, tokenizer))
         for result in process(_chunks(sources)):
             tally.add(result)
             if on_progress is not None:
                 on_progress(result.num_bytes, total_bytes, tally.kept)
+        tally.finish()
         tally.check(data)
         counts = [source.counts() for source in sources]
         writer.finish(counts, mask_policy=data.mask_policy, validation_fraction=data.validation.fraction)
@@ -127,162 +118,26 @@ def samples(recipe: AnyRecipe, num_samples: int) -> list[Sample]:
     ]
 
 
-@dataclass
-class _Source:
-    """A source and what became of its documents so far."""
-
-    options: SourceOptions
-    role: SplitName
-    reader: SourceReader = field(init=False)
-    read: int = 0
-    kept: int = 0
-    repeats: int = 0
-    tokens: int = 0
-    """Of documents whose mask comes from the chat template."""
-    supervised: int = 0
-    """Of ``tokens``."""
-    dropped: Counter[str] = field(default_factory=Counter)
-    first: Document | None = None
-    """The first such document."""
-
-    def __post_init__(self) -> None:
-        plugin = load_plugin(FORMATS, self.options.format)
-        self.reader = SourceReader(self.options.path, whole_files=plugin.WHOLE_FILES)
-
-    def counts(self) -> SourceCounts:
-        """For the manifest; the reader has come to its end."""
-        assert self.read == self.kept + self.dropped.total(), "every document is kept or dropped"
-        return SourceCounts(
-            path=str(self.options.path),
-            format=self.options.format,
-            weight=self.options.weight,
-            role=self.role,
-            sha256=self.reader.sha256,
-            num_bytes=self.reader.num_bytes,
-            read=self.read,
-            kept=self.kept,
-            repeats=self.repeats,
-            dropped=dict(self.dropped),
-        )
-
-
-class _Tally:
-    """Puts documents into the store and counts."""
-
-    def __init__(self, writer: StoreWriter, sources: Sequence[_Source], show: Callable[[Document | None], str]) -> None:
-        self._writer = writer
-        self._show = show
-        self._sources = sources
-        self._held_out: set[bytes] = set()
-        self._hashes = array("Q")
-        self._prompts: set[bytes] = set()
-        self._examples: dict[str, dict[str, str]] = {}
-        """By reason: different details, each with the place where it was met first."""
-
-    @property
-    def read(self) -> int:
-        return sum(source.read for source in self._sources)
-
-    @property
-    def kept(self) -> int:
-        return sum(source.kept for source in self._sources)
-
-    @property
-    def dropped(self) -> Counter[str]:
-        return sum((source.dropped for source in self._sources), Counter())
-
-    @property
-    def examples(self) -> dict[str, tuple[str, ...]]:
-        return {
-            reason: tuple(f"{where}: {detail}" for detail, where in examples.items())
-            for reason, examples in self._examples.items()
-        }
-
-    @property
-    def duplicates(self) -> int:
-        hashes = np.frombuffer(self._hashes, dtype=np.uint64)
-        return int(hashes.size - np.unique(hashes).size)
-
-    def add(self, result: ChunkResult) -> None:
-        """Write the documents of a chunk."""
-        source = self._sources[result.source]
-        for outcome in result.outcomes:
-            source.read += 1
-            if isinstance(outcome, Bad):
-                self._drop(source, outcome.reason, outcome)
-            else:
-                self._add_document(source, outcome)
-
-    def _add_document(self, source: _Source, document: Document) -> None:
-        if source.role == "validation":
-            self._held_out.add(document.digest)
-        elif document.digest in self._held_out:
-            return self._drop(source, "held_out")
-        copies = number_of_copies(source.options.weight, document.digest) if document.split == "train" else 1
-        if copies == 0:
-            return self._drop(source, "sampled_out")
-        index = self._writer.add(document.split, document.input_ids, document.loss_mask, copies=copies)
-        if document.prompt is not None:
-            self._add_prompt(index, document.prompt)
-        self._hashes.append(int.from_bytes(document.digest[:8], "big"))
-        source.kept += 1
-        source.repeats += copies - 1
-        if document.templated:
-            source.tokens += document.input_ids.size
-            source.supervised += int(document.loss_mask.sum())
-            source.first = source.first or document
+def _mask_token(recipe: AnyRecipe, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The drafter's mask token, which stands in no document; None where there is no drafter."""
+    if not isinstance(recipe, Recipe) or recipe.drafter is None:
         return None
-
-    def _add_prompt(self, index: int, prompt: dict[str, Any]) -> None:
-        """Several answers to one held-out prompt make one prompt of live decoding."""
-        digest = hashlib.sha256(json.dumps(prompt, sort_keys=True).encode()).digest()
-        if digest not in self._prompts:
-            self._prompts.add(digest)
-            self._writer.add_prompt({"index": index, **prompt})
-
-    def _drop(self, source: _Source, reason: str, example: Bad | None = None) -> None:
-        source.dropped[reason] += 1
-        examples = self._examples.setdefault(reason, {})
-        if example is not None and len(examples) < _NUM_EXAMPLES:
-            examples.setdefault(example.detail, example.where)
-
-    def check(self, data: StoreOptions) -> None:
-        """Raise a DataError when the sums or shares say that something is wrong."""
-        splits = [self._writer.split_counts("train"), self._writer.split_counts("validation")]
-        written = sum(split.documents for split in splits)
-        assert written == self.kept + sum(s.repeats for s in self._sources), "every source is in the store as counted"
-        dropped = self.dropped
-        failed = dropped.total() - sum(dropped[reason] for reason in _CHOSEN_REASONS)
-        if splits[0].documents == 0:
-            raise DataError(f"of {self.read} documents none is left to train on{self._reasons()}", fix=_DROP_FIX)
-        if failed > data.max_dropped * self.read:
-            text = f"{failed} of {self.read} documents were dropped, data.max_dropped allows {data.max_dropped:.0%}"
-            raise DataError(text + self._reasons(), fix=_DROP_FIX)
-        for source in self._sources:
-            if source.supervised > _TOO_MUCH_SUPERVISED * max(source.tokens, 1):
-                share, shown = source.supervised / source.tokens, self._show(source.first)
-                text = f"{source.options.path}: {share:.1%} of the tokens are supervised, questions too: {shown}"
-                raise DataError(text, fix="correct the {% generation %} tags of the chat template")
-
-    def _reasons(self) -> str:
-        lines: list[str] = []
-        examples = self.examples
-        for reason, count in self.dropped.most_common():
-            lines.append(f"\n  {reason}: {count}")
-            lines += [f"\n    {example}" for example in examples[reason]]
-        return "".join(lines)
+    token: int = recipe.drafter.mask_token_id
+    uses = {"ends answers": tokenizer.eos_token_id, "fills rows": tokenizer.pad_token_id}
+    used = [use for use, other in uses.items() if other == token]
+    if used:
+        text = f"drafter.mask_token_id {token} is {tokenizer.decode([token])!r}, which {' and '.join(used)}"
+        raise DataError(text, fix="choose an id that nothing else uses; `helixctl init` finds one")
+    return token
 
 
-_DROP_FIX = "correct the sources or the chat template; data.max_dropped sets how much may be dropped"
-
-
-def _chunks(sources: Sequence[_Source]) -> Iterator[Chunk]:
+def _chunks(sources: Sequence[Source]) -> Iterator[Chunk]:
     done_bytes = 0
     for place, source in enumerate(sources):
         for pieces in _batches(source.reader.pieces()):
-            num_bytes = done_bytes + source.reader.num_bytes
+            num_bytes = done_bytes + source.reader.done_bytes
             yield Chunk(place, source.options, source.role == "validation", pieces, num_bytes)
-        done_bytes += source.reader.num_bytes
+        done_bytes += source.reader.total_bytes
 
 
 def _batches(pieces: Iterator[Piece]) -> Iterator[tuple[Piece, ...]]:
@@ -302,7 +157,7 @@ def _show(document: Document | None, tokenizer: PreTrainedTokenizerBase) -> str:
     return repr(str(tokenizer.decode(document.input_ids[:100].tolist()))) if document else ""
 
 
-def _result(data: StoreOptions, tally: _Tally, elapsed_s: float) -> PrepareResult:
+def _result(data: StoreOptions, tally: Tally, elapsed_s: float) -> PrepareResult:
     store = Store.open(data.store)
     train: Split = store.split("train")
     splits = store.manifest.splits.values()

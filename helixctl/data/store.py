@@ -77,6 +77,16 @@ class SourceCounts:
     """Further copies in the training split, because of a weight above 1; not part of ``kept``."""
     dropped: dict[str, int] = field(default_factory=dict)
     """Documents by reason."""
+    name: str = ""
+    """What tables call it."""
+    held_out: int = 0
+    """Of ``kept``: in the validation split."""
+    documents: int = 0
+    """Entries in the training split, repeats included."""
+    tokens: int = 0
+    """Of those entries."""
+    supervised: int = 0
+    """Of ``tokens``."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -22,9 +21,10 @@ from torch.utils.data import IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
 from helixctl.data.chat import MaskPolicy
-from helixctl.data.documents import DocumentMaker, DocumentOptions, number_of_copies
-from helixctl.data.files import SourceReader
+from helixctl.data.documents import DocumentMaker, DocumentOptions
+from helixctl.data.mixing import Copier, blocks
 from helixctl.data.records import Bad, Piece
+from helixctl.data.sources import open_source, parts
 from helixctl.data.token_batch import Place, TokenBatch, make_token_batch
 from helixctl.data.windows import ALONE, Numbered, Shard, Window, WindowOptions, pack_stream, with_end
 from helixctl.plugins import FORMATS, load_plugin
@@ -124,17 +124,21 @@ class StreamDataset(IterableDataset[TokenBatch]):
 
     def _raw(self, epoch: int) -> Iterator[_Raw]:
         """All documents of an epoch, whoever they belong to; a source's weight repeats or thins them out."""
-        files = [(source, file) for source in self._stream.sources for file in _files(source)]
+        files = [(place, part) for place, source in enumerate(self._stream.sources) for part in parts(source)]
         order = np.arange(len(files))
         if self._stream.shuffle:
             order = self._rng(_FILES_KEY, epoch).permutation(len(files))
+        copiers = [Copier(source.weight) for source in self._stream.sources]
         for i in order:
-            source, file = files[i]
-            reader = SourceReader(file, whole_files=load_plugin(FORMATS, source.format).WHOLE_FILES)
-            for piece in reader.pieces():
-                digest = hashlib.sha256(piece.raw).digest() if source.weight != 1.0 else b""
-                copies = number_of_copies(source.weight, digest) if digest else 1
-                yield from [_Raw(source, piece)] * copies
+            place, part = files[i]
+            copier, pieces = copiers[place], open_source(part).pieces()
+            if copier.is_even:
+                yield from (_Raw(part, piece) for piece in pieces for _ in range(int(copier.weight)))
+                continue
+            for block in blocks(pieces):
+                digests = [hashlib.sha256(b"%d:" % epoch + piece.raw).digest() for piece in block]
+                for piece, copies in zip(block, copier.copies(digests), strict=True):
+                    yield from [_Raw(part, piece)] * copies
 
     def _shuffled(self, documents: Iterator[_Raw], epoch: int, share: int) -> Iterator[_Raw]:
         size = self._stream.buffer_documents
@@ -154,7 +158,3 @@ class StreamDataset(IterableDataset[TokenBatch]):
 
     def _rng(self, *key: int) -> np.random.Generator:
         return np.random.default_rng([self._options.seed, self._options.stage, *key])
-
-
-def _files(source: SourceOptions) -> list[Path]:
-    return SourceReader(source.path, whole_files=load_plugin(FORMATS, source.format).WHOLE_FILES).files

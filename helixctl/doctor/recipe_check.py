@@ -196,6 +196,9 @@ def _check_sources(case: RecipeCase) -> Iterator[Verdict]:
     groups = {"data.train": data.train, "data.validation.sources": data.validation.sources}
     for key, sources in groups.items():
         for number, source in enumerate(sources):
+            if source.path is None:
+                yield skip(f"{key}[{number}].dataset {source.place} is opened by `prepare`", "run it once")
+                continue
             where = f"{key}[{number}].path {source.path}"
             if not source.path.exists():
                 if data.store.exists():

@@ -103,8 +103,9 @@ def check_store(case: TokenCase) -> Iterator[Verdict]:
         text = f"the store holds {manifest.validation_fraction:g} back, the recipe {data.validation.fraction:g}"
         found.append(warn(text, _AGAIN))
     made_of = {source.path: source.num_bytes for source in manifest.sources}
-    wanted = [source.path for source in (*data.train, *data.validation.sources)]
-    missing = [str(path) for path in wanted if str(path) not in made_of]
+    sources = (*data.train, *data.validation.sources)
+    missing = [source.place for source in sources if source.place not in made_of]
+    wanted = [source.path for source in sources if source.path is not None]
     if missing:
         found.append(warn(f"the store was made without {', '.join(missing)}", _AGAIN))
     changed = [str(path) for path in wanted if path.is_file() and made_of.get(str(path)) not in (None, _bytes(path))]

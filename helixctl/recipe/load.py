@@ -26,7 +26,7 @@ from helixctl.recipe.source import Key, Source, dotted, read_source, write_yaml
 
 _HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
-_NAMES = {("target", "model"), ("model", "checkpoint"), ("model", "tokenizer")}
+_NAMES = {("target", "model"), ("model", "checkpoint"), ("model", "tokenizer"), ("dataset", "name")}
 """Keys that hold a folder or a hub name."""
 
 AnyRecipe = Recipe | CausalLMRecipe
@@ -204,6 +204,7 @@ def _path_keys(data: dict[str, Any]) -> Iterator[tuple[Key, bool]]:
         listed = _get(data, sources)
         for i in range(len(listed) if isinstance(listed, list) else 0):
             yield (*sources, i, "path"), True
+            yield (*sources, i, "dataset", "name"), True
 
 
 def _get(data: Any, key: Key) -> Any:
@@ -227,7 +228,7 @@ def _resolve_paths(source: Source, folder: Path) -> None:
         base = Path.cwd() if source.set_by_option(key) else folder
         if not text:
             source.problems.append(Problem(dotted(key), "is empty", source.where(key), "write a path"))
-        elif key not in _NAMES or _is_folder(text, base):
+        elif key[-2:] not in _NAMES or _is_folder(text, base):
             text = os.path.normpath(base / text)
         _get(source.data, key[:-1])[key[-1]] = text
 

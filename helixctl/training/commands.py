@@ -104,16 +104,17 @@ def run_regeneration(
     if data.regenerate.prompts is None:
         fix = "set data.regenerate.prompts to a JSONL file of prompts"
         raise RecipeError([Problem("data.regenerate.prompts", "there are no prompts to answer", fix=fix)])
-    if data.train[0].format != "chat":
-        fix = "set data.train[0].format: chat; its path is where the answers go"
-        raise RecipeError([Problem("data.train[0].format", "answers are written as chats", fix=fix)])
+    output = data.train[0].path
+    if output is None or data.train[0].format != "chat":
+        fix = "give data.train[0] a path and format: chat; its path is where the answers go"
+        raise RecipeError([Problem("data.train[0]", "answers are written to a file, as chats", fix=fix)])
     if plan.target.recurrent:
         raise UsageError(f"{plan.target.model_type} targets cannot be decoded yet", fix="write the answers elsewhere")
-    check_writable(data.train[0].path)
+    check_writable(output)
     set_up_process(plan)
     job = RegenerateJob(
         prompts=data.regenerate.prompts,
-        output=data.train[0].path,
+        output=output,
         model=plan.recipe.target.model,
         options=data.regenerate,
         stop_ids=frozenset(plan.target.eos_token_ids),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from helixctl.data.files import SourceReader
+from helixctl.data.files import Selection, SourceReader
 from helixctl.errors import DataError
 
 
@@ -33,7 +33,7 @@ def test_a_folder_is_its_files_in_order_of_their_names(tmp_path: Path) -> None:
     reader = SourceReader(tmp_path)
     assert [p.raw for p in reader.pieces()] == [b"1", b"2", b"3"]
     assert reader.num_bytes == 3
-    whole = SourceReader(tmp_path, whole_files=True)
+    whole = SourceReader(tmp_path, Selection(whole_files=True))
     assert [(p.raw, p.line) for p in whole.pieces()] == [(b"1", 1), (b"2", 1), (b"no", 0), (b"3", 1)]
 
 
@@ -49,7 +49,7 @@ def test_bytes_are_counted_while_they_are_read(tmp_path: Path) -> None:
 def test_a_file_that_holds_nothing_is_an_error(tmp_path: Path, content: bytes, whole_files: bool) -> None:
     (tmp_path / "a.txt").write_bytes(content)
     with pytest.raises(DataError, match=r"a\.txt is empty"):
-        list(SourceReader(tmp_path / "a.txt", whole_files=whole_files).pieces())
+        list(SourceReader(tmp_path / "a.txt", Selection(whole_files)).pieces())
 
 
 def test_missing_files_and_folders_without_data_are_errors(tmp_path: Path) -> None:

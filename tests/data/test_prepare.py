@@ -6,61 +6,22 @@ import json
 import pickle
 import resource
 import signal
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from helixctl.data.documents import hash_fraction, number_of_copies
+from helixctl.data.documents import hash_fraction
 from helixctl.data.fingerprint import check_tokenizer, describe_tokenizer
-from helixctl.data.prepare import PrepareResult, prepare, samples
-from helixctl.data.store import Split, Store
+from helixctl.data.prepare import prepare, samples
+from helixctl.data.store import Store
 from helixctl.errors import DataError, ModelError
 from helixctl.recipe.schema import Recipe
 from tests.data import templates
-
-Row = dict[str, Any]
-
-
-def chat(question: str, answer: str, **more: Any) -> Row:
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}], **more}
+from tests.data.recipes import Row, balanced, chat, texts, write_rows
 
 
-def write_rows(path: Path, rows: Iterable[Row]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-@pytest.fixture
-def make_recipe(tmp_path: Path) -> Callable[..., Recipe]:
-    """make_recipe(rows or sources, template=..., **data options): a recipe with a store of its own."""
-
-    def make(train: list[Any], *, template: str = templates.CHATML, **data: Any) -> Recipe:
-        templates.byte_tokenizer(template).save_pretrained(tmp_path / "target")
-        is_sources = bool(train) and "path" in train[0]
-        sources = train if is_sources else [{"path": write_rows(tmp_path / "train.jsonl", train)}]
-        options = {"train": sources, "store": tmp_path / "store", "workers": 0, "validation": {"fraction": 0.0}, **data}
-        target = {"model": str(tmp_path / "target")}
-        return Recipe.model_validate({"run": {"dir": tmp_path}, "target": target, "data": options, "drafter": None})
-
-    return make
-
-
-def texts(split: Split) -> list[str]:
-    tokenizer = templates.byte_tokenizer()
-    return [str(tokenizer.decode(split.tokens(i).tolist())) for i in range(split.num_documents)]
-
-
-def balanced(result: PrepareResult) -> bool:
-    sources = result.manifest.sources
-    return result.read == result.kept + sum(result.dropped.values()) and all(
-        source.read == source.kept + sum(source.dropped.values()) for source in sources
-    )
-
-
-def test_chats_become_documents_in_the_order_of_the_file(make_recipe: Callable[..., Recipe]) -> None:
+def test_chats_become_documents_in_the_order_of_the_file(make_recipe: Callable[..., Recipe], tmp_path: Path) -> None:
     progress: list[tuple[int, int, int]] = []
     recipe = make_recipe([chat("q1", "a1"), chat("q2", "a2", finish_reason="length")])
     result = prepare(recipe, on_progress=lambda *numbers: progress.append(numbers))
@@ -70,7 +31,7 @@ def test_chats_become_documents_in_the_order_of_the_file(make_recipe: Callable[.
     assert (result.read, result.kept, result.dropped, result.duplicates) == (2, 2, {}, 0)
     assert train.supervised_counts.tolist() == [3, 2]
     assert result.tokens == train.num_tokens and result.supervised_share == 5 / train.num_tokens
-    num_bytes = recipe.data.train[0].path.stat().st_size
+    num_bytes = (tmp_path / "train.jsonl").stat().st_size
     assert progress == [(num_bytes, num_bytes, 2)]
     assert result.manifest.sources[0].num_bytes == num_bytes
     assert Store.open(recipe.data.store).fingerprint == result.store.fingerprint
@@ -163,8 +124,8 @@ def test_prompts_are_what_precedes_the_first_answer(make_recipe: Callable[..., R
     result = prepare(make_recipe([chat("x", "y")], validation={"fraction": 0.0, "sources": held_out}))
     assert result.store.split("validation").num_documents == 3
     assert result.store.prompts() == [
-        {"index": 0, "messages": [system, {"role": "user", "content": "q"}], "tools": tools},
-        {"index": 2, "text": "once upo"},
+        {"index": 0, "messages": [system, {"role": "user", "content": "q"}], "tools": tools, "source": "held.jsonl"},
+        {"index": 2, "text": "once upo", "source": "book.txt"},
     ]
 
 
@@ -177,27 +138,7 @@ def test_a_held_out_conversation_never_trains(make_recipe: Callable[..., Recipe]
     assert not any("secret" in text for text in texts(result.store.split("train")))
 
 
-def test_weights_repeat_and_sample_by_content(make_recipe: Callable[..., Recipe], tmp_path: Path) -> None:
-    sources = [
-        {"path": write_rows(tmp_path / "a.jsonl", [chat(f"A{i}.", "x") for i in range(100)]), "weight": 2.5},
-        {"path": write_rows(tmp_path / "b.jsonl", [chat(f"B{i}.", "x") for i in range(100)]), "weight": 0.25},
-        {"path": write_rows(tmp_path / "c.jsonl", [chat(f"C{i}.", "x") for i in range(100)])},
-    ]
-    result = prepare(make_recipe(sources, max_dropped=0.0))
-    counts = Counter(texts(result.store.split("train")))
-    a, b, c = ([n for text, n in counts.items() if f"user\n{name}" in text] for name in "ABC")
-    assert len(a) == 100 and set(a) == {2, 3} and 220 < sum(a) < 280
-    assert set(b) == {1} and 10 < len(b) < 40
-    assert c == [1] * 100
-    assert result.dropped == {"sampled_out": 100 - len(b)} and balanced(result)
-    assert [source.repeats for source in result.manifest.sources] == [sum(a) - 100, 0, 0]
-
-
-def test_copies_follow_the_weight_and_differ_from_the_split() -> None:
-    digests = [bytes([i // 256, i % 256]) * 16 for i in range(1000)]
-    assert {number_of_copies(1.0, digest) for digest in digests} == {1}
-    assert {number_of_copies(3.0, digest) for digest in digests} == {3}
-    assert all(0 <= hash_fraction(digest, 0) < 1 for digest in digests)
+def test_the_draw_for_the_split_is_not_the_draw_for_copies() -> None:
     assert hash_fraction(bytes(8) + b"\xff" * 8, 0) == 0 != hash_fraction(bytes(8) + b"\xff" * 8, 1)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from helixctl.data.files import SourceReader, parse_json
+from helixctl.data.files import Selection, SourceReader, parse_json
 from helixctl.data.records import Bad, Chat, Message, Piece, Record
 from helixctl.recipe.schema import SourceOptions
 
@@ -37,7 +37,7 @@ class _Unusable(Exception):
 
 def read(path: Path, options: SourceOptions) -> Iterator[Record]:
     """The conversations of a file or folder."""
-    return (parse(piece, options) for piece in SourceReader(path, whole_files=WHOLE_FILES).pieces())
+    return (parse(piece, options) for piece in SourceReader(path, Selection(WHOLE_FILES)).pieces())
 
 
 def parse(piece: Piece, options: SourceOptions) -> Record:

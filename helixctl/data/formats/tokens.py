@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from helixctl.data.files import SourceReader, parse_json
+from helixctl.data.files import Selection, SourceReader, parse_json
 from helixctl.data.records import Bad, Piece, Record, Tokens
 from helixctl.recipe.schema import SourceOptions
 
@@ -19,7 +19,7 @@ WHOLE_FILES = False
 
 def read(path: Path, options: SourceOptions) -> Iterator[Record]:
     """The documents of a file or folder."""
-    return (parse(piece, options) for piece in SourceReader(path, whole_files=WHOLE_FILES).pieces())
+    return (parse(piece, options) for piece in SourceReader(path, Selection(WHOLE_FILES)).pieces())
 
 
 def parse(piece: Piece, options: SourceOptions) -> Record:
