@@ -23,7 +23,7 @@ from helixctl.errors import HelixError
 from helixctl.models.target import Target
 from helixctl.plan import Plan
 from helixctl.training.build import build_drafter, drafter_plugin, load_target
-from helixctl.training.live import LIVE_NEW_TOKENS, Prompt, decode_options, held_out_prompts
+from helixctl.training.live import Prompt, decode_options, held_out_prompts
 from helixctl.training.process import set_up_process
 from helixctl.training.proofs import prove
 from helixctl.training.restore import Trained, load_trained
@@ -142,6 +142,6 @@ def _decode(
     if not material.prompts:
         return None
     options = decode_options(plan, material.tokenizer)
-    short = replace(options, max_new_tokens=min(options.max_new_tokens, LIVE_NEW_TOKENS))
+    short = replace(options, max_new_tokens=min(options.max_new_tokens, plan.recipe.validation.live_new_tokens))
     prompts = [prompt.ids for prompt in material.prompts]
     return Validator(plan, drafter, on_progress).compare(target, prompts, short).check

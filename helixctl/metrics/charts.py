@@ -8,7 +8,7 @@ from html import escape
 
 WIDTH, HEIGHT = 640, 240
 LEFT, RIGHT, TOP, BOTTOM = 64, 24, 12, 28
-COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2")
+COLOURS = ("#3b6fd4", "#c0392b", "#2e9e6b", "#e08a2e", "#7a5bc4", "#1a93a8")
 _MAX_DOTS = 400
 """Points of one line; longer ones are thinned."""
 

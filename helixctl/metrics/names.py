@@ -2,14 +2,16 @@
 
 accept_len, once for all: the mean number of tokens emitted per forward of the target, the bonus token (the target's
 own next token after the accepted ones) included; at least 1, at most ``block_size``. The first token of an answer
-comes from the prefill and counts in neither sum. Decoding measures it (``live/``): all tokens emitted in verify cycles
-over the number of verify cycles, over all prompts. A forward over data (``train/``, ``val/``) estimates it: per
-block, 1 + the number of leading slots that the drafter gets right against the data's own tokens, averaged over blocks;
-a block cut short by its document's end counts what it has. The estimate is for trends: it follows the data's path,
-not the target's.
+comes from the prefill and counts in neither sum. Decoding measures it (``..._live``): all tokens emitted in verify
+cycles over the number of verify cycles, over all prompts. A forward over data (the other two) estimates it: per block,
+1 + the number of leading slots that the drafter gets right against the data's own tokens, averaged over blocks; a block
+cut short by its document's end counts what it has. The estimate is for trends: it follows the data's path, not the
+target's.
 """
 
 from __future__ import annotations
+
+from collections.abc import Container
 
 TRAIN_LOSS = "train/loss"
 TRAIN_ACCEPT_LEN = "train/accept_len"
@@ -26,7 +28,7 @@ VAL_PERPLEXITY = "val/perplexity"
 VAL_ACCURACY = "val/accuracy"
 VAL_ACCEPT_LEN = "val/accept_len"
 
-LIVE_ACCEPT_LEN = "live/accept_len"
+LIVE_ACCEPT_LEN = "val/accept_len_live"
 LIVE_SPEEDUP = "live/speedup"
 LIVE_IDENTICAL = "live/identical"
 LIVE_NEAR_TIES = "live/near_ties"
@@ -52,8 +54,8 @@ MEANINGS: dict[str, str] = {
     VAL_LOSS: "as train/loss, on held-out rows with fixed anchors",
     VAL_PERPLEXITY: "exp(val/loss) of a causal LM: how many tokens it hesitates between",
     VAL_ACCURACY: "share of held-out tokens that a causal LM finds most likely",
-    VAL_ACCEPT_LEN: "accept_len estimated on held-out blocks; chooses the best checkpoint by default",
-    LIVE_ACCEPT_LEN: "accept_len of real speculative decoding",
+    VAL_ACCEPT_LEN: "accept_len estimated on held-out blocks; chooses the best checkpoint where nothing is decoded",
+    LIVE_ACCEPT_LEN: "accept_len of real speculative decoding of held-out prompts; chooses the best checkpoint",
     LIVE_SPEEDUP: "time of plain greedy decoding / time of speculative decoding, same prompts",
     LIVE_IDENTICAL: "answers equal to plain greedy decoding, token for token",
     LIVE_NEAR_TIES: "answers that differ first where plain decoding's two best logits are closer than the noise",
@@ -98,6 +100,13 @@ def channel_receive_wait_s(channel: str) -> str:
 def channel_occupancy(channel: str) -> str:
     """Mean number of items in the channel."""
     return f"pipeline/{channel}/occupancy"
+
+
+def best_metric(wanted: str, present: Container[str]) -> str:
+    """What chooses the best checkpoint: ``wanted``; for ``auto`` live decoding where it is ``present``."""
+    if wanted != "auto":
+        return wanted
+    return LIVE_ACCEPT_LEN if LIVE_ACCEPT_LEN in present else VAL_ACCEPT_LEN
 
 
 def larger_is_better(name: str) -> bool:

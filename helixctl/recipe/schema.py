@@ -235,7 +235,7 @@ class PassOptions(Section):
     rows: PositiveInt = 64
     """Rows per pass, rounded up to whole micro-batches."""
     max_new_tokens: PositiveInt = 128
-    """Longest decoded answer, in tokens."""
+    """Longest answer decoded by `validate`, in tokens."""
     num_workers: NonNegativeInt = 0
     """Reserved for loaders that use processes; validation reads the store with threads."""
 
@@ -244,7 +244,9 @@ class ValidationOptions(PassOptions):
     """Validation during training, and the defaults of `helixctl validate`."""
 
     live_prompts: NonNegativeInt = 8
-    """Prompts decoded by `validate`, taken from the held-out documents."""
+    """Held-out prompts decoded by `validate`, and 8 of them at most after every validation pass; 0 decodes none."""
+    live_new_tokens: PositiveInt = 48
+    """Longest answer after a validation pass, in tokens: enough cycles for a trend, few enough to cost seconds."""
     batch_size: PositiveInt = 8
     """Prompts decoded together."""
 
@@ -300,8 +302,9 @@ class CheckpointOptions(Section):
     """Steps between checkpoints; the last step always saves."""
     keep_last: PositiveInt = 3
     """Newest checkpoints kept, beside the best."""
-    best: str = "val/accept_len"
-    """Metric that chooses the best checkpoint; larger is better, unless it ends in `loss`."""
+    best: str = "auto"
+    """Metric that chooses the best checkpoint; larger is better, unless it ends in `loss`. auto: `val/accept_len_live`,
+    or `val/accept_len` where no prompts are decoded during training."""
 
 
 class MetricsOptions(Section):

@@ -98,12 +98,14 @@ def play(
         max_len: The target's positions.
 
     Returns:
-        All turns, conversation by conversation; and how many turns were left out because their history left no room.
+        All turns, conversation by conversation; and how many turns were left out because what came before them, or their
+        own prompt, leaves no room for an answer.
     """
     turns: list[Turn] = []
-    left_out = 0
     histories = [list(one.messages) for one in conversations]
-    asked = [(index, one.first) for index, one in enumerate(conversations)]
+    fits = [max_len is None or len(one.first.ids) < max_len for one in conversations]
+    asked = [(index, one.first) for index, one in enumerate(conversations) if fits[index]]
+    left_out = sum(1 + len(one.later) for one, fit in zip(conversations, fits, strict=True) if not fit)
     number = 0
     while asked:
         answers = decode([prompt.ids for _, prompt in asked])

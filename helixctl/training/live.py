@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,8 +25,7 @@ from helixctl.training.wiring import Control
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError)
 """What chat templates raise on roles and contents that they do not expect; ValueError also where there is none."""
 LIVE_PROMPTS = 8
-LIVE_NEW_TOKENS = 48
-"""Of live decoding during training: enough cycles for a trend, few enough to cost seconds."""
+"""Most prompts that are decoded during training."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,13 @@ class Prompt:
 
 
 def held_out_prompts(store: Store, tokenizer: Any, limit: int, max_len: int | None) -> list[Prompt]:
-    """The first ``limit`` prompts of the validation documents, rendered with the target's chat template.
+    """``limit`` prompts of the validation documents, rendered with the target's chat template.
 
-    Passed over: prompts that fill more than half of ``max_len``, the target's positions, or that the template refuses.
+    The first of every source, then the second of every source, and so on. Passed over: prompts that fill more than half
+    of ``max_len``, the target's positions, or that the template refuses.
     """
     found: list[Prompt] = []
-    for entry in store.prompts():
+    for entry in _by_turns(store.prompts()):
         if len(found) == limit:
             break
         with suppress(*TEMPLATE_ERRORS):
@@ -67,10 +68,10 @@ class LiveDecoder:
         self._progress = control.progress
         self._targets = targets
         self._prompts = prompts[:LIVE_PROMPTS]
-        self._options = replace(options, max_new_tokens=min(options.max_new_tokens, LIVE_NEW_TOKENS))
+        self._options = replace(options, max_new_tokens=plan.recipe.validation.live_new_tokens)
 
     def __call__(self, model: nn.Module) -> dict[str, float]:
-        """Mean emitted tokens per verify cycle over all prompts; 0 where no prompt needed a cycle."""
+        """Mean emitted tokens per verify cycle over all prompts, under its name; 1 where none needed a cycle."""
         device = self._plan.target_devices[0]
         policy = make_policy(self._plan, model, self._targets.shared_on(device))
         with torch.no_grad():
@@ -81,7 +82,7 @@ class LiveDecoder:
                 self._options,
                 on_progress=lambda _: self._progress.beat("drafter-0"),
             )
-        return {names.LIVE_ACCEPT_LEN: accept_len(answers) or 0.0}
+        return {names.LIVE_ACCEPT_LEN: accept_len(answers) or 1.0}
 
 
 class ShuffledFeatures:
@@ -144,6 +145,17 @@ def render_prompt(tokenizer: Any, entry: Mapping[str, Any]) -> Prompt:
         messages, tools=entry.get("tools") or None, add_generation_prompt=True, tokenize=False
     )
     return replace(_tokenise(tokenizer, text), text=str(messages[-1].get("content") or ""))
+
+
+def _by_turns(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Entries so that sources take turns; the order within a source stays."""
+    seen: Counter[str] = Counter()
+    ranked = []
+    for entry in entries:
+        source = str(entry.get("source") or "")
+        ranked.append((seen[source], entry))
+        seen[source] += 1
+    return [entry for _, entry in sorted(ranked, key=lambda pair: pair[0])]
 
 
 def _tokenise(tokenizer: Any, text: str) -> Prompt:

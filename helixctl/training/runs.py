@@ -59,7 +59,8 @@ def summarise(run_dir: Path) -> RunSummary:
     """How one run stands."""
     plan, result, status = (read_json(run_dir / f"{name}.json") for name in ("plan", "result", "status"))
     history = read_history(run_dir)
-    metric = str(((plan.get("recipe") or {}).get("checkpoint") or {}).get("best") or names.VAL_ACCEPT_LEN)
+    wanted = str(((plan.get("recipe") or {}).get("checkpoint") or {}).get("best") or "auto")
+    metric = names.best_metric(wanted, history.curves)
     best, best_step = _best(history, metric)
     counters = status.get("counters") or {}
     steps = [step for curve in history.curves.values() for step, _ in curve[-1:]]

@@ -18,7 +18,7 @@ from helixctl.decoding.distribution import check_samples
 from helixctl.decoding.losslessness import compare_greedy, measure_noise
 from helixctl.decoding.speculative import decode_plain, decode_speculative
 from helixctl.decoding.timing import time_plain, time_speculative
-from helixctl.errors import UsageError
+from helixctl.errors import DataError, UsageError
 from helixctl.models.target import Target
 from helixctl.plan import Plan
 from helixctl.training.build import load_target, make_loader, make_slot_for
@@ -199,6 +199,8 @@ def run_validation(
     if not asked:
         return replace(result, proofs=prove(plan, validator.model, _exact(plan, target), document, None))
     turns, left_out = play(asked, tokenizer, lambda ids: validator.speculate(target, ids, options), options.max_len)
+    if not turns:
+        raise DataError(f"none of the {left_out} prompts leaves room for an answer", fix="give shorter ones")
     result = replace(result, settings=_settings(plan, options, request), turns_left_out=left_out)
     if request.acceptance_only:
         return _scored(result, asked, turns, None, tokenizer)

@@ -186,7 +186,11 @@ def _state(passed: bool) -> str:
 
 def _prompt_details(prompt: PromptResult) -> str:
     source, name, turns, tokens, cycles, mean, same = _prompt_row(prompt)
-    facts = [f"accept_len {page.text(mean)}", f"{tokens} tokens in {cycles} cycles", f"{turns} turns"]
+    facts = [
+        f"accept_len {page.text(mean)}",
+        f"{tokens} tokens in {cycles} cycles",
+        f"{turns} turn{'' if turns == 1 else 's'}",
+    ]
     facts += [f"same as greedy: {same}"] if same is not None else []
     head = f"<b>{escape(source)} {escape(name)}</b> <span class=dim>{escape(', '.join(facts))}</span>"
     return f"<details><summary>{head}</summary>{''.join(map(_turn_details, prompt.turns))}</details>"

@@ -33,3 +33,9 @@ def test_families_have_the_form() -> None:
 def test_only_losses_are_better_when_smaller() -> None:
     assert not names.larger_is_better(names.VAL_LOSS)
     assert names.larger_is_better(names.VAL_ACCEPT_LEN)
+
+
+def test_live_decoding_chooses_the_best_where_there_is_any():
+    assert names.best_metric("auto", {names.VAL_ACCEPT_LEN: 1.0, names.LIVE_ACCEPT_LEN: 1.0}) == "val/accept_len_live"
+    assert names.best_metric("auto", {names.VAL_ACCEPT_LEN: 1.0}) == "val/accept_len"
+    assert names.best_metric("val/loss", {names.LIVE_ACCEPT_LEN: 1.0}) == "val/loss"

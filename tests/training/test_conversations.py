@@ -132,6 +132,7 @@ def test_turns_without_room_are_counted(tmp_path: Path) -> None:
     conversations = read(write(tmp_path / "p.jsonl", *rows), tokenizer)
     turns, left_out = play(conversations, tokenizer, Echo(tokenizer), len(conversations[0].first.ids) + 5)
     assert [(turn.conversation, turn.number) for turn in turns] == [(0, 0), (1, 0)] and left_out == 3
+    assert play(conversations, tokenizer, Echo(tokenizer), len(conversations[0].first.ids)) == ([], 5)
 
 
 def test_a_template_that_refuses_a_history_is_named(tmp_path: Path) -> None:

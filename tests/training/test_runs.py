@@ -34,7 +34,7 @@ def set_json(path: Path, **values: object) -> None:
 def test_a_finished_run(trained: TrainedWorld, copy: Path) -> None:
     (run,) = list_runs(copy.parent)
     assert (run.dir, run.state, run.step, run.total_steps) == (str(copy), "finished", 4, 4)
-    assert run.metric == "val/accept_len" and run.best == pytest.approx(trained.result.best_value)
+    assert run.metric == "val/accept_len_live" and run.best == pytest.approx(trained.result.best_value)
     assert run.best_step == trained.result.best_step
     assert run.loss == pytest.approx(trained.result.loss) and run.tokens_per_s and run.updated_at
 

@@ -36,7 +36,7 @@ def texts(found: ValidationResult) -> list[list[str]]:
 
 def test_held_out_metrics_equal_those_of_the_run_bit_for_bit(trained: TrainedWorld) -> None:
     found = run_validation(trained.plan(), ValidationRequest(checkpoint=Path(trained.result.run_dir) / LAST))
-    recorded = {name: value for name, value in trained.result.validation.items() if name.startswith("val/")}
+    recorded = {name: value for name, value in trained.result.validation.items() if name != "val/accept_len_live"}
     assert found.held_out == recorded and found.step == 4
     assert "val/accept_len" in recorded and "val/acc_3" in recorded
 
