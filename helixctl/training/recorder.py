@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from helixctl.checkpoint.store import Best, load_checkpoint, prune, save_checkpoint, write_best
+from helixctl.checkpoint.store import Best, load_checkpoint, prune, read_best, save_checkpoint, write_best
 from helixctl.errors import HelixError
 from helixctl.lm_plan import AnyPlan, CausalLMPlan
 from helixctl.metrics import names
@@ -67,6 +67,8 @@ class Recorder:
         self._meter = Meter()
         self._throughput = Throughput()
         self._is_best = False
+        found = read_best(self.root) if resume_from is not None else None
+        self._best_metric = found.metric if found is not None else None
 
     @property
     def root(self) -> Path:
@@ -167,10 +169,12 @@ class Recorder:
             )
 
     def _judge(self, values: dict[str, float]) -> None:
-        metric = self._plan.recipe.checkpoint.best
+        metric = names.best_metric(self._plan.recipe.checkpoint.best, values)
         if metric not in values:
             return
         value, best = values[metric], self._state.best_value
+        if metric != self._best_metric:  # the recipe chooses by another metric since the run was resumed
+            best, self._best_metric = None, metric
         self._is_best = best is None or (value > best if names.larger_is_better(metric) else value < best)
         if self._is_best:
             self._state.best_value, self._state.best_step = value, self._state.step
@@ -181,7 +185,8 @@ class Recorder:
         self.last_checkpoint = save_checkpoint(self.root, self._state.step, tensors, self._state.to_json())
         if self._is_best:
             assert self._state.best_value is not None
-            write_best(self.root, Best(self._state.step, options.best, self._state.best_value))
+            assert self._best_metric is not None
+            write_best(self.root, Best(self._state.step, self._best_metric, self._state.best_value))
             self._is_best = False
         prune(self.root, options.keep_last, self._state.best_step)
 
