@@ -59,7 +59,9 @@ class Load:
     last_hidden: bool
     """The last hidden state is captured beside the taps."""
     parameters: int
-    """Of one drafter."""
+    """Of one drafter, trained."""
+    frozen_parameters: int
+    """Of one drafter, not trained."""
     step: Mapping[str, StepBytes]
     """Of one drafter's micro-batch, by device."""
     stored: bool = False
@@ -73,6 +75,11 @@ class Load:
     def element_bytes(self) -> int:
         """Of target weights, features and slots."""
         return DTYPE_BYTES[self.target_dtype]
+
+    @property
+    def saved_bytes(self) -> int:
+        """Of one checkpoint: float32 weights and, of those trained, two moments."""
+        return (4 + _MOMENT_BYTES) * self.parameters + 4 * self.frozen_parameters
 
     @property
     def feature_bytes(self) -> int:
@@ -173,7 +180,8 @@ def _drafter_lines(load: Load, device: str) -> Iterator[MemoryLine]:
         tables = target.vocab_size * target.hidden_size * (1 if target.tie_word_embeddings else 2)
         yield MemoryLine(device, "embedding and head", tables * load.element_bytes)
     layers = "drafter.num_layers", "lower drafter.num_layers or drafter.intermediate_size"
-    yield MemoryLine(device, "drafter masters and gradients", count * _MASTER_BYTES * load.parameters, *layers)
+    masters = _MASTER_BYTES * load.parameters + _MASTER_BYTES // 2 * load.frozen_parameters  # these have no gradient
+    yield MemoryLine(device, "drafter masters and gradients", count * masters, *layers)
     yield MemoryLine(device, "optimizer state", count * _MOMENT_BYTES * load.parameters, *layers)
     yield MemoryLine(device, "low-precision weights", count * step.copies, *layers)
     if load.num_processes > 1:

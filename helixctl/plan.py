@@ -15,6 +15,7 @@ from helixctl.errors import Problem, RecipeError
 from helixctl.machine import Machine, World
 from helixctl.memory import Load, MemoryLine, estimate_memory, memory_problems, memory_warnings
 from helixctl.models.drafters._memory import Work
+from helixctl.models.drafters._parts import count_frozen, freeze_problems
 from helixctl.models.facts import DTYPE_BYTES, TargetFacts, read_target_facts
 from helixctl.models.taps import choose_taps
 from helixctl.plugins import DRAFTERS, load_plugin
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from helixctl.data.count import DataCounts
 
 _FEW_CPUS = 4
-_SAVED_BYTES_PER_PARAMETER = 12
-"""float32 weights and two moments."""
 _DEVICE = re.compile(r"^(cpu|cuda:\d+)$")
 
 DtypeName = Literal["bfloat16", "float16", "float32"]
@@ -68,6 +67,8 @@ class Plan:
     compute_dtype: DtypeName
     parameters: int
     """Trained parameters of the drafter."""
+    frozen_parameters: int
+    """Further ones, that `drafter.freeze` names."""
     memory: tuple[MemoryLine, ...]
     lacks: tuple[Problem, ...]
     """Devices whose memory cannot hold the run; `train` refuses to start with them."""
@@ -123,6 +124,7 @@ def make_plan(recipe: Recipe, machine: Machine) -> Plan:
     """
     target = read_target_facts(recipe.target)
     taps, problems = choose_taps(recipe.drafter, target)
+    problems += freeze_problems(recipe.drafter, target, taps)
     _refuse([*problems, *_check_mask_token(recipe.drafter, target), *_check_devices(recipe.pipeline, machine)])
     packing = recipe.data.packing and not target.recurrent
     counts = _count_data(recipe, packing)
@@ -158,9 +160,10 @@ def make_plan(recipe: Recipe, machine: Machine) -> Plan:
         target_dtype=_target_dtype(recipe, target, targets, machine),
         compute_dtype=_compute_dtype(recipe, drafters, machine),
         parameters=load.parameters,
+        frozen_parameters=load.frozen_parameters,
         memory=memory,
         lacks=tuple(memory_problems(memory, machine)),
-        disk_bytes_per_checkpoint=_SAVED_BYTES_PER_PARAMETER * load.parameters,
+        disk_bytes_per_checkpoint=load.saved_bytes,
         warnings=(*_data_warnings(recipe, target, counts), *_run_warnings(recipe, load, memory, machine)),
     )
 
@@ -212,7 +215,8 @@ def _make_load(
     targets, drafters = devices
     options, slots = load_plugin(DRAFTERS, recipe.drafter.algorithm, "options"), recipe.pipeline.slots
     rows, seq_len = recipe.train.micro_batch_rows, recipe.data.seq_len
-    size = DTYPE_BYTES[_compute_dtype(recipe, drafters, machine)]
+    size, taps = DTYPE_BYTES[_compute_dtype(recipe, drafters, machine)], choose_taps(recipe.drafter, target)[0]
+    num_frozen = count_frozen(recipe.drafter, target, taps)
     return Load(
         target=target,
         target_devices=targets,
@@ -220,10 +224,11 @@ def _make_load(
         target_dtype=_target_dtype(recipe, target, targets, machine),
         rows=rows,
         seq_len=seq_len,
-        num_taps=len(choose_taps(recipe.drafter, target)[0]),
+        num_taps=len(taps),
         last_hidden=options.needs_last_hidden(recipe.drafter),
         num_slots=advised_slots(len(targets), len(drafters)) if slots == "auto" else slots,
-        parameters=options.parameter_count(recipe.drafter, target),
+        parameters=options.parameter_count(recipe.drafter, target) - num_frozen,
+        frozen_parameters=num_frozen,
         step={d: options.step_bytes(recipe.drafter, target, Work(rows, seq_len, size, d != "cpu")) for d in drafters},
         cache_bytes=recipe.target.feature_cache_mib << 20,
         num_processes=machine.world.size,

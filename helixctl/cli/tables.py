@@ -36,7 +36,8 @@ def plan_sections(plan: Plan) -> Iterator[tuple[str, dict[str, str]]]:
     yield (
         "drafter",
         {
-            "algorithm": f"{drafter.algorithm}, {drafter.num_layers} layers, {plan.parameters / 1e6:,.1f} M parameters",
+            "algorithm": f"{drafter.algorithm}, {drafter.num_layers} layers, {plan.parameters / 1e6:,.1f} M parameters"
+            + (f", {plan.frozen_parameters / 1e6:,.1f} M more frozen" if plan.frozen_parameters else ""),
             "taps": ", ".join(str(i) for i in plan.target_layer_ids)
             + (", and the last hidden state" if plan.last_hidden else ""),
             "blocks": f"{drafter.block_size} tokens, {drafter.num_anchors} anchors per row, "

@@ -7,6 +7,7 @@ those given by `--set` at the current one. Never imports torch.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from helixctl.errors import Problem, RecipeError, UsageError
+from helixctl.errors import HelixError, Problem, RecipeError, UsageError
 from helixctl.plugins import DRAFTERS, FORMATS, SINKS, load_plugin, plugin_names, suggest
 from helixctl.recipe import causal_lm
 from helixctl.recipe.causal_lm import CausalLMRecipe, StageOptions
@@ -156,8 +157,38 @@ def _check_drafter(source: Source) -> DrafterOptions | None:
         source.problems.append(Problem("drafter.algorithm", error.message, where, error.fix))
         return None
     checked = Checked(source, model, ("drafter",), _homes(model))
-    options = _validate(data, checked)
+    options = _validate(_with_published(data, algorithm, source), checked)
     return options if isinstance(options, DrafterOptions) else None
+
+
+def _with_published(data: dict[str, Any], algorithm: str, source: Source) -> dict[str, Any]:
+    """The drafter's section; what it leaves out comes from the published drafter that it starts from, if any."""
+    start = data.get("init_from")
+    config = Path(start) / "config.json" if isinstance(start, str) else None
+    if config is None or not config.is_file():
+        return data
+    where = source.where(("drafter", "init_from"))
+    try:
+        found = _published_options(algorithm, json.loads(config.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        source.problems.append(Problem("drafter.init_from", f"{config} cannot be read: {error}", where))
+        return data
+    except HelixError as error:
+        source.problems.append(Problem("drafter.init_from", f"{start}: {error.message}", where, error.fix))
+        return data
+    given = {"target_layer_ids"} if data.get("num_taps") is not None else set()
+    return {name: value for name, value in found.items() if name not in given} | data
+
+
+def _published_options(algorithm: str, config: dict[str, Any]) -> dict[str, Any]:
+    """What the configuration of a published drafter says of our section; nothing where it is another algorithm's."""
+    formats = f"{DRAFTERS}.{algorithm}.formats"
+    for name in plugin_names(formats):
+        form = load_plugin(formats, name)
+        if form.matches(config):
+            options: DrafterOptions = load_plugin(DRAFTERS, algorithm, "published").options_of(form.read(config))
+            return options.model_dump(mode="json", exclude_unset=True, exclude={"algorithm"})
+    return {}
 
 
 def _check_recipe(source: Source) -> Recipe | None:

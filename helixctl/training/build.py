@@ -26,6 +26,7 @@ from helixctl.engine.stats import Link, PipelineStats, take_stats
 from helixctl.engine.status import EVERY_S
 from helixctl.engine.streams import Handoff
 from helixctl.engine.supervisor import Limits, Progress, Supervisor
+from helixctl.models.drafters._parts import belongs
 from helixctl.models.shared import SharedWeights
 from helixctl.models.target import Target
 from helixctl.plan import Plan
@@ -100,9 +101,14 @@ def drafter_plugin(plan: Plan) -> ModuleType:
 
 
 def build_drafter(plan: Plan, device: torch.device) -> nn.Module:
-    """A fresh drafter with float32 masters on ``device``, its initial weights a function of the seed alone."""
+    """A fresh drafter with float32 masters on ``device``, its initial weights a function of the seed alone.
+
+    Parts that the recipe freezes need no gradient.
+    """
     plugin: Any = drafter_plugin(plan)
     model: nn.Module = plugin.build(plan.recipe.drafter, plan.target, plan.target_layer_ids, plan.recipe.run.seed)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not belongs(name, plan.recipe.drafter.freeze))
     return model.to(device)
 
 
