@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -64,6 +65,10 @@ class LookOptions:
         bool,
         typer.Option("--native", help="A burst with C and CUDA symbols at the end; slows the run for 3 s."),
     ] = False
+    cuda: Annotated[
+        bool,
+        typer.Option("--cuda", help="Trace kernels and CUDA calls of all threads for 2 s at the end; needs RECIPE."),
+    ] = False
     rate: Annotated[
         float, typer.Option(min=1, max=5, metavar="HZ", help="Looks at threads a second.", rich_help_panel=_LOOKING)
     ] = 2.0
@@ -92,7 +97,7 @@ def profile(
     if subject.compare is not None:
         _compare(*subject.compare)
     elif subject.as_subject and recipe is not None:
-        _be_subject(recipe, subject)
+        _be_subject(recipe, subject, cuda=look.cuda)
     elif look.live:
         _show_live(recipe, subject, look)
     else:
@@ -110,6 +115,9 @@ def _refuse(recipe: Path | None, subject: SubjectOptions, look: LookOptions) -> 
         raise UsageError("--steps and --seconds exclude each other", fix="give one of them")
     if subject.set_ and recipe is None:
         raise UsageError("--set needs a recipe", fix="helixctl profile RECIPE --set KEY=VALUE")
+    if look.cuda and recipe is None and subject.compare is None:
+        text = "--cuda needs a recipe: only a run that was started for it can trace its kernels"
+        raise UsageError(text, fix="helixctl profile RECIPE --cuda, or --native for a process that runs already")
     if look.live and not render.is_screen():
         raise UsageError("--live needs a terminal", fix="leave --live out, or use --threads")
 
@@ -155,6 +163,7 @@ def _options(look: LookOptions) -> Options:
         warmup_s=_WARMUP_S,
         warmup_items=_WARMUP_ITEMS,
         native=look.native,
+        cuda=look.cuda,
     )
 
 
@@ -180,7 +189,7 @@ def _default_output(run: Run) -> Path:
     return run.run_dir / "profile" if run.run_dir is not None else Path(f"profile-{run.pid}")
 
 
-def _be_subject(recipe: Path, subject: SubjectOptions) -> None:
+def _be_subject(recipe: Path, subject: SubjectOptions, *, cuda: bool) -> None:
     """The run that is looked at, in a process of its own."""
     from helixctl.cli.loading import load_plan
     from helixctl.profiling.launch import STATUS_EVERY_S, become_subject
@@ -188,8 +197,10 @@ def _be_subject(recipe: Path, subject: SubjectOptions) -> None:
     become_subject()
     plan = load_plan(recipe, subject.set_)
     with heavy_imports():
+        from helixctl.training.cuda_trace import traced_on_request
         from helixctl.training.run import run_training
-    run_training(plan, status_every_s=STATUS_EVERY_S)
+    with traced_on_request(plan.recipe.run.dir) if cuda else nullcontext():
+        run_training(plan, status_every_s=STATUS_EVERY_S)
 
 
 def _show_live(recipe: Path | None, subject: SubjectOptions, look: LookOptions) -> None:

@@ -34,6 +34,9 @@ def profile_blocks(report: dict[str, Any], files: Sequence[str]) -> Iterator[Ren
     if report["gpus"]:
         yield Text()
         yield gpu_table(report["gpus"])
+    if (report.get("cuda") or {}).get("devices"):
+        yield Text()
+        yield cuda_table(report)
     yield Text()
     yield from (Text(line, style="dim") for line in footer(report))
     if files:
@@ -120,6 +123,22 @@ def gpu_table(gpus: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
+def cuda_table(report: dict[str, Any]) -> Table:
+    """What the trace of kernels and CUDA calls says: a line for each GPU, then one for each stage that used one."""
+    idle_for, calls_of = ("launch", "work", "device"), ("launch", "sync", "alloc")
+    table = _table("traced", "busy", "idle: launch", *idle_for[1:], "kernels/s", "µs each", "in launch", *calls_of[1:])
+    for gpu in report["cuda"]["devices"]:
+        idle = [_share(gpu["idle_shares"][kind]) for kind in idle_for]
+        table.add_row(f"cuda:{gpu['device']}", _share(gpu["busy_share"]), *idle, *[""] * 5)
+    for stage in report["stages"]:
+        if (own := stage["cuda"]) is not None:
+            idle = [_share(own["idle_shares"].get(kind, 0.0)) for kind in idle_for]
+            calls = [_share(own["call_shares"].get(kind, 0.0)) for kind in calls_of]
+            rates = (f"{own['kernels_per_s']:,.0f}", f"{own['mean_kernel_us']:.3g}")
+            table.add_row(stage["name"], "", *idle, *rates, *calls)
+    return table
+
+
 def footer(report: dict[str, Any]) -> Iterator[str]:
     """What was left out, what profiling cost, and what could not be read."""
     window, cost, flow = report["window"], report["cost"], report["pipeline"]
@@ -137,6 +156,9 @@ def footer(report: dict[str, Any]) -> Iterator[str]:
         text += f"; speed against the {window['baseline_s']:.0f} s before {-100 * cost['slowdown_share']:+.1f}"
         text += f" ± {100 * cost['slowdown_error_share']:.1f} %"
     yield text
+    if (cuda := report.get("cuda")) is not None and cuda["problem"] is None:
+        speed = f"speed meanwhile {-100 * cuda['slowdown_share']:+.0f} %"
+        yield f"kernels and CUDA calls traced for {cuda['seconds']:.1f} s after the window; {speed}"
     if report["gpu_problem"]:
         yield f"GPUs: {report['gpu_problem']}"
     for gpu in report["gpus"]:
@@ -203,7 +225,7 @@ def _table(first: str, *others: str) -> Table:
     """Columns as wide as their headings and a percentage at least; only names on the left may be cut."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column(first, no_wrap=True, min_width=6)
-    left = ("stage", "name", "GPU")
+    left = ("stage", "name", "GPU", "traced")
     for name in others:
         width = max(len(name), _PERCENT_WIDTH)
         table.add_column(name, no_wrap=True, justify="left" if name in left else "right", min_width=width)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Literal
 
-from helixctl.profiling.causes import causes, gpu_util_pct
+from helixctl.profiling.causes import causes, gil_held
 from helixctl.profiling.facts import Facts, RoleFacts
 from helixctl.profiling.finding import DEFAULTS, Finding, Level, Thresholds, Verdict
 
@@ -53,7 +53,9 @@ def judge(facts: Facts, limits: Thresholds = DEFAULTS) -> Verdict:
             if finding.code.startswith(headline.code.split("+")[0]) and finding is not headline
         ]
         cause = next((finding for finding in letters if finding.level == "high"), None)
-    return Verdict(headline, cause, tuple(found), _confidence(facts, limits), _basis(facts), tuple(_unknown(facts)))
+    return Verdict(
+        headline, cause, tuple(found), _confidence(facts, limits), _basis(facts), tuple(_unknown(facts, limits))
+    )
 
 
 def _dead(facts: Facts, limits: Thresholds) -> Iterator[Finding]:
@@ -237,16 +239,7 @@ def _process(facts: Facts, limits: Thresholds) -> Iterator[Finding]:
         return
     top = max(facts.stages, key=lambda stage: stage.on_cpu_share)
     queued = max((stage.run_queue_share or 0.0 for stage in facts.stages), default=0.0)
-    if facts.gil_share is not None and facts.gil_share >= limits.gil:
-        holder = max(facts.stages, key=lambda stage: stage.gil_share or 0.0)
-        yield Finding(
-            "V1e",
-            "GIL-bound",
-            "high",
-            {"gil_share": facts.gil_share, "holder": holder.name, "holder_gil_share": holder.gil_share or 0.0},
-            f"move Python work out of {holder.name}",
-            detail=tuple(frame for frame, _ in holder.top_frames[:3]),
-        )
+    yield from gil_held(facts, "V1", limits)
     if queued >= limits.high:
         yield Finding("V1f", "CPU-starved", "high", {"run_queue_share": queued}, "fewer threads, or more cores")
     if facts.gil_share is None or facts.gil_share < limits.gil:
@@ -284,12 +277,18 @@ def _basis(facts: Facts) -> str:
     return f"{facts.seconds:.0f} s, {looks}, {100 * facts.error_share:.1f} % errors"
 
 
-def _unknown(facts: Facts) -> Iterator[str]:
+def _unknown(facts: Facts, limits: Thresholds) -> Iterator[str]:
     if facts.stacks_problem is not None:
         yield f"which code, and who holds the GIL: {facts.stacks_problem}"
     if facts.stages and all(stage.run_queue_share is None for stage in facts.stages):
         yield "waiting for a core: this kernel does not count it (CONFIG_SCHED_INFO)"
-    if gpu_util_pct(facts) is not None and not any(r.leaf_share("cuda.launch", "cuda.alloc") for r in facts.roles):
-        yield "launch, synchronisation and allocation cannot be told apart without --native"
+    on_gpu = any(facts.gpu_util_pct(role) is not None for role in facts.roles)
+    if on_gpu and not any(role.leaf_share("cuda.launch", "cuda.alloc") for role in facts.roles):
+        yield "launch, synchronisation and allocation: --cuda measures them, --native samples them"
+    if facts.cuda_problem is not None:
+        yield f"kernels and CUDA calls: {facts.cuda_problem}"
+    if facts.cuda_slowdown_share > limits.max_slowdown:
+        lost = 100 * facts.cuda_slowdown_share
+        yield f"shares of kernels and CUDA calls exactly: the run was {lost:.0f} % slower while they were traced"
     if facts.roles and facts.stalls is None:
         yield "stalls: too few micro-batches in the window"

@@ -27,14 +27,8 @@ def _level(share: float, limits: Thresholds) -> Level:
     return "high" if share >= limits.high else "moderate"
 
 
-def gpu_util_pct(facts: Facts) -> float | None:
-    """Mean utilisation of the GPUs that tell it."""
-    found = [gpu.means["util_pct"] for gpu in facts.gpus if "util_pct" in gpu.means]
-    return fmean(found) if found else None
-
-
 def _gpu_bound(facts: Facts, role: RoleFacts, limits: Thresholds) -> Iterator[Finding]:
-    util = gpu_util_pct(facts)
+    util = facts.gpu_util_pct(role)
     if util is not None and util >= limits.gpu_full_pct:
         yield Finding(
             "a",
@@ -47,20 +41,31 @@ def _gpu_bound(facts: Facts, role: RoleFacts, limits: Thresholds) -> Iterator[Fi
 
 
 def _launch_bound(facts: Facts, role: RoleFacts, limits: Thresholds) -> Iterator[Finding]:
-    util, share = gpu_util_pct(facts), role.leaf_share("cuda.launch")
-    if util is not None and util < limits.gpu_free_pct and share >= limits.launch_moderate:
-        yield Finding(
-            "b",
-            "launch-bound",
-            "high" if share >= limits.launch else "moderate",
-            {"launch_share": share, "gpu_util_pct": util},
-            "CUDA graphs or compile, larger micro-batches, fewer small operations",
-        )
+    """The GPU has room and waits for what this stage has yet to launch."""
+    util, share = _free_gpu_pct(facts, role, limits), role.leaf_share("cuda.launch")
+    if util is None:
+        return
+    advice = "CUDA graphs or compile, larger micro-batches, fewer small operations"
+    traced = [stage.cuda for stage in role.stages if stage.cuda is not None]
+    numbers: dict[str, float | int | str] = {"gpu_util_pct": util, "launch_share": share}
+    if traced:
+        idle = role.gpu_idle_share("launch")
+        numbers = {"gpu_idle_for_launches_share": idle, **numbers}
+        numbers |= {"kernels_per_s": sum(stage.kernels_per_s for stage in traced)}
+        numbers |= {"mean_kernel_us": fmean(stage.mean_kernel_us for stage in traced)}
+        if idle >= limits.moderate:
+            yield Finding("b", "launch-bound", _level(idle, limits), numbers, advice)
+    elif share >= limits.launch_moderate:
+        yield Finding("b", "launch-bound", "high" if share >= limits.launch else "moderate", numbers, advice)
+    elif role.on_cpu_share >= limits.headroom and not role.leaf_share("cuda.") and role.gil_share < limits.gil_own:
+        numbers = {"gpu_util_pct": util, "on_cpu_share": role.on_cpu_share}
+        told = "profile with --cuda to see what it launches; " + advice
+        yield Finding("b", "host-bound: the GPU waits for this thread", "high", numbers, told)
 
 
 def _sync_bound(facts: Facts, role: RoleFacts, limits: Thresholds) -> Iterator[Finding]:
-    util, share = gpu_util_pct(facts), role.leaf_share("cuda.sync")
-    if util is not None and util < limits.gpu_free_pct and share >= limits.sync:
+    util, share = _free_gpu_pct(facts, role, limits), role.leaf_share("cuda.sync")
+    if util is not None and share >= limits.sync:
         yield Finding(
             "c",
             "sync-bound",
@@ -69,6 +74,12 @@ def _sync_bound(facts: Facts, role: RoleFacts, limits: Thresholds) -> Iterator[F
             "take .item(), .cpu() and synchronize() out of the loop",
             detail=tuple(frame for stage in role.stages for frame, _ in stage.top_frames[:2]),
         )
+
+
+def _free_gpu_pct(facts: Facts, role: RoleFacts, limits: Thresholds) -> float | None:
+    """How busy the GPUs of ``role`` are, where they have room; None where they have none, or there are none."""
+    util = facts.gpu_util_pct(role)
+    return util if util is not None and util < limits.gpu_free_pct else None
 
 
 def _alloc_bound(facts: Facts, role: RoleFacts, limits: Thresholds) -> Iterator[Finding]:
@@ -93,19 +104,9 @@ def _most_system(role: RoleFacts) -> tuple[float, float]:
 
 
 def _gil_bound(facts: Facts, role: RoleFacts, limits: Thresholds) -> Iterator[Finding]:
+    waiting = role.leaf_share("wait.gil")
     if facts.gil_share is not None:
-        if facts.gil_share < limits.gil and role.gil_share < limits.gil_own:
-            return
-        holders = sorted(facts.stages, key=lambda stage: -(stage.gil_share or 0.0))[:3]
-        yield Finding(
-            "e",
-            "GIL-bound",
-            "high",
-            {"gil_share": facts.gil_share, **{f"{h.name}_gil_share": h.gil_share or 0.0 for h in holders}},
-            f"move Python work out of {holders[0].name}: vectorise it, or do it in a process; "
-            "more threads gain nothing while one holds the GIL",
-            detail=tuple(frame for frame, _ in holders[0].top_frames[:3]),
-        )
+        yield from gil_held(facts, "", limits, 1.0 if waiting >= limits.high else role.gil_share)
         return
     switches = max((stage.voluntary_per_s for stage in role.stages), default=0.0)
     if switches >= limits.gil_switches_per_s and role.blocked_share >= limits.high and role.flow.busy_share >= 0.5:
@@ -116,6 +117,22 @@ def _gil_bound(facts: Facts, role: RoleFacts, limits: Thresholds) -> Iterator[Fi
             {"voluntary_switches_per_s": switches, "blocked_share": role.blocked_share},
             "blocked with work at hand, waking up all the time: most likely it waits for the GIL; stacks would tell",
         )
+
+
+def gil_held(facts: Facts, code: str, limits: Thresholds, own_share: float = 0.0) -> Iterator[Finding]:
+    """The GIL is held most of the time by all threads, or by the stage that limits (``own_share``)."""
+    if not facts.stages or facts.gil_share is None or (facts.gil_share < limits.gil and own_share < limits.gil_own):
+        return
+    holders = sorted(facts.stages, key=lambda stage: -(stage.gil_share or 0.0))[:3]
+    yield Finding(
+        f"{code}e",
+        "GIL-bound",
+        "high",
+        {"gil_share": facts.gil_share, **{f"{h.name}_gil_share": h.gil_share or 0.0 for h in holders}},
+        f"move Python work out of {holders[0].name}: vectorise it, or do it in a process; "
+        "more threads gain nothing while one holds the GIL",
+        detail=tuple(frame for frame, _ in holders[0].top_frames[:3]),
+    )
 
 
 def _cpu_starved(facts: Facts, role: RoleFacts, limits: Thresholds) -> Iterator[Finding]:
@@ -142,7 +159,7 @@ def _cpu_starved(facts: Facts, role: RoleFacts, limits: Thresholds) -> Iterator[
 
 def _computing(facts: Facts, role: RoleFacts, limits: Thresholds) -> Iterator[Finding]:
     wanted = role.on_cpu_share + (role.run_queue_share or 0.0)
-    if wanted >= limits.headroom and not facts.gpus:
+    if wanted >= limits.headroom and facts.gpu_util_pct(role) is None:
         yield Finding(
             "g",
             "computing on the CPU",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from helixctl.profiling import leaves, pipeline, threads
+from helixctl.profiling.cuda import CudaUse, StageCuda, read_trace
+from helixctl.profiling.cuda_request import TRACE_S
 from helixctl.profiling.gpu import GpuSample, throttle_reasons
 from helixctl.profiling.host import HostUse, host_between
 from helixctl.profiling.owners import ROLES, Crew, in_order, role_of
@@ -39,8 +41,21 @@ class StageFacts:
     gil_share: float | None
     """Time that it held the GIL; None without stacks."""
     leaf_shares: dict[str, float]
+    """Of stacks; those of CUDA calls are measured where there is a trace."""
     top_frames: tuple[tuple[str, float], ...]
     waiting_frames: tuple[tuple[str, float], ...]
+    device: str | None = None
+    """``cpu`` or ``cuda:N``; None where the run does not say."""
+    cuda: StageCuda | None = None
+    """None without a trace, or where it launched nothing."""
+
+    def with_measured_calls(self) -> StageFacts:
+        """The shares of CUDA calls as the trace measured them, where there is one."""
+        if self.cuda is None:
+            return self
+        kinds = {f"cuda.{kind}": share for kind, share in self.cuda.call_shares.items() if kind != "other"}
+        others = {name: share for name, share in self.leaf_shares.items() if not name.startswith("cuda.")}
+        return replace(self, leaf_shares={**others, **kinds})
 
 
 @dataclass(frozen=True)
@@ -76,6 +91,10 @@ class RoleFacts:
     def gil_share(self) -> float:
         """Sum over stages."""
         return sum(stage.gil_share or 0.0 for stage in self.stages)
+
+    def gpu_idle_share(self, kind: str) -> float:
+        """Time that its GPUs were idle until something that it launched, by kind (``cuda.py``); mean over stages."""
+        return _mean(stage.cuda.idle_shares.get(kind, 0.0) for stage in self.stages if stage.cuda is not None)
 
     def leaf_share(self, *prefixes: str) -> float:
         """Mean share of the leaf classes that begin so."""
@@ -126,6 +145,26 @@ class Facts:
     failure: str | None
     """What the run said when it failed."""
     warmed_up: bool
+    cuda: CudaUse | None = None
+    cuda_problem: str | None = None
+    """Why a trace that was asked for is not there."""
+    cuda_slowdown_share: float = 0.0
+    """Loss of speed while the trace was made; negative where the run was faster."""
+    gpu_uuids: Mapping[str, str] = field(default_factory=dict)
+    """UUID of ``cuda:N``, where the run says it."""
+
+    def gpu_util_pct(self, role: RoleFacts | None = None) -> float | None:
+        """How busy GPUs were: those of ``role`` where it is known which these are, else all; None without GPUs."""
+        stages = role.stages if role is not None else ()
+        traced = self.cuda.busy_share(stage.name for stage in stages) if self.cuda is not None else None
+        if traced is not None:
+            return 100 * traced
+        devices = {stage.device for stage in stages}
+        if devices == {"cpu"} or (role is not None and role.role == "reader"):
+            return None
+        uuids = {self.gpu_uuids[device] for device in devices if device is not None and device in self.gpu_uuids}
+        found = [g.means["util_pct"] for g in self.gpus if "util_pct" in g.means and (not uuids or g.uuid in uuids)]
+        return fmean(found) if found else None
 
 
 def find_facts(seen: Recording) -> Facts:
@@ -133,8 +172,9 @@ def find_facts(seen: Recording) -> Facts:
     crew = pipeline.crew_of(seen.last_status)
     uses = threads.use_between(seen.threads[0], seen.threads[-1]) if len(seen.threads) > 1 else ()
     owned = tuple((crew.owner(use.thread_id, use.name, seen.pid), use) for use in uses)
-    stages = _stages(owned, seen, crew)
-    window = [status for status in seen.statuses if status["at_s"] >= seen.window_at - 0.5]
+    cuda = _trace(seen, crew)
+    stages = _stages(owned, seen, crew, cuda)
+    window = seen.window_statuses
     use = pipeline.use_between(window[0], window[-1]) if len(window) > 1 else None
     status = seen.last_status
     return Facts(
@@ -156,6 +196,10 @@ def find_facts(seen: Recording) -> Facts:
         vanished=_vanished(seen, crew),
         failure=status["error"] if status is not None and status["phase"] == "failed" else None,
         warmed_up=status is None or pipeline.is_open(status),
+        cuda=cuda,
+        cuda_problem=_trace_problem(seen, cuda),
+        cuda_slowdown_share=_trace_slowdown(seen, use),
+        gpu_uuids=status["counters"].get("gpus", {}) if status is not None else {},
     )
 
 
@@ -165,12 +209,44 @@ def role_groups(crew: Crew) -> list[tuple[str, tuple[str, ...]]]:
     return [(role, names) for role, names in grouped if names]
 
 
-def _stages(owned: Sequence[tuple[str, ThreadUse]], seen: Recording, crew: Crew) -> tuple[StageFacts, ...]:
+def _trace(seen: Recording, crew: Crew) -> CudaUse | None:
+    names = {reading.thread_id: reading.name for sample in seen.threads for reading in sample.readings}
+    traced = seen.cuda
+    return read_trace(traced.events, lambda tid: crew.owner(tid, names.get(tid, ""), seen.pid)) if traced else None
+
+
+def _trace_problem(seen: Recording, cuda: CudaUse | None) -> str | None:
+    if seen.cuda is None or cuda is not None:
+        return None
+    return seen.cuda.problem or "the trace holds nothing that ran on a GPU"
+
+
+def _trace_slowdown(seen: Recording, use: PipelineUse | None) -> float:
+    """Speed while the trace was made against the window; 0 where it cannot be told."""
+    traced = seen.cuda
+    if traced is None or use is None or not use.tokens_per_s:
+        return 0.0
+    end = traced.began_at + TRACE_S
+    meanwhile = [status for status in seen.statuses if traced.began_at <= status["at_s"] <= end]
+    if len(meanwhile) < 2:
+        return 0.0
+    return 1 - pipeline.use_between(meanwhile[0], meanwhile[-1]).tokens_per_s / use.tokens_per_s
+
+
+def _stages(
+    owned: Sequence[tuple[str, ThreadUse]], seen: Recording, crew: Crew, cuda: CudaUse | None
+) -> tuple[StageFacts, ...]:
     groups: dict[str, list[ThreadUse]] = defaultdict(list)
     for owner, use in owned:
         groups[_group_name(owner, use, seen, crew)].append(use)
     own_thread = {stage: thread_id for thread_id, stage in (crew.by_thread_id or {}).items()}
-    return tuple(_stage(name, groups[name], own_thread.get(name), seen) for name in in_order(list(groups)))
+    devices, traced = crew.devices or {}, cuda.stages if cuda is not None else {}
+    return tuple(
+        replace(
+            _stage(name, groups[name], own_thread.get(name), seen), device=devices.get(name), cuda=traced.get(name)
+        ).with_measured_calls()
+        for name in in_order(list(groups))
+    )
 
 
 def _group_name(owner: str, use: ThreadUse, seen: Recording, crew: Crew) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from helixctl.profiling.report import SCHEMA_VERSION, Json
 
 REPORT = "report.json"
 PAGE = "profile.html"
+TRACE = "cuda-trace.json.gz"
+"""For ui.perfetto.dev and other viewers of Chrome's format."""
 _SMALLEST_SHARE = 0.0005
 """Frames with less of all samples are left out of the page."""
 
@@ -42,13 +45,16 @@ def write_files(folder: Path, report: Json, seen: Recording, facts: Facts) -> di
         speedscope = json.dumps(make_speedscope(stacks, seen.stacks.rate_hz or 1))
         (folder / "profile.speedscope.json").write_text(speedscope, encoding="utf-8")
         (folder / PAGE).write_text(make_page(report, stacks), encoding="utf-8")
+        if seen.cuda is not None and seen.cuda.text:
+            (folder / TRACE).write_bytes(gzip.compress(seen.cuda.text, 1))
     except OSError as error:
         raise UsageError(
             f"the report cannot be written: {error.filename or folder}: {error.strerror or error}",
             fix="choose another folder with --output",
         ) from error
     names = (REPORT, PAGE, "stages.csv", "threads.csv", "channels.csv", "gpu.csv", "stacks.collapsed")
-    return {name: folder / name for name in (*names, "profile.speedscope.json")}
+    more = [TRACE] if seen.cuda is not None and seen.cuda.text else []
+    return {name: folder / name for name in (*names, "profile.speedscope.json", *more)}
 
 
 def owned_stacks(seen: Recording, facts: Facts) -> OwnedStacks:

@@ -71,8 +71,10 @@ class Launched:
 
 
 @contextlib.contextmanager
-def launched(recipe: Path, overrides: Sequence[str], folder: Path) -> Iterator[Launched]:
+def launched(recipe: Path, overrides: Sequence[str], folder: Path, *, cuda: bool = False) -> Iterator[Launched]:
     """Run ``recipe`` while the block runs; its log stays in ``folder``, all else that it writes is removed.
+
+    With ``cuda`` the run traces its kernels when asked to (``cuda_request.py``).
 
     Raises:
         UsageError: ``folder`` cannot be written.
@@ -86,7 +88,7 @@ def launched(recipe: Path, overrides: Sequence[str], folder: Path) -> Iterator[L
         fix = "choose another folder with --output"
         raise UsageError(f"{folder} cannot be written: {error.strerror or error}", fix=fix) from error
     sets = [*overrides, f"run.dir={scratch}", "train.epochs=null", f"train.steps={_MANY_STEPS}"]
-    words = [sys.executable, "-m", "helixctl", "profile", str(recipe), "--as-subject"]
+    words = [sys.executable, "-m", "helixctl", "profile", str(recipe), "--as-subject", *(["--cuda"] if cuda else [])]
     words += [word for entry in sets for word in ("--set", entry)]
     with log:
         child = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log)

@@ -1,11 +1,15 @@
 """What a thread was doing when it was seen, by the innermost frames of its stack.
 
 The table knows Python's names, and the symbols that py-spy shows with ``--native``. Order matters: the first that
-matches decides. Waiting for one of our channels is told apart from all other waiting.
+matches decides. Waiting for one of our channels is told apart from all other waiting. Below a symbol that says what is
+going on (``cudaLaunchKernel``) native stacks have frames that say nothing, as the driver and the C library come without
+symbols: the innermost frame that says something decides, and a CUDA call inside of which a lock is taken stays one, as
+does a wait for the GIL.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -13,6 +17,8 @@ from collections.abc import Mapping
 from helixctl.profiling.pyspy import Frames
 
 CHANNEL = "wait.channel"
+GIL = "wait.gil"
+"""Seen in native stacks only."""
 PYTHON = "python"
 TORCH = "torch"
 
@@ -34,7 +40,9 @@ _LEAF = (
         "wait.lock",
         re.compile(r"(^|\.)(wait|wait_for|join|acquire|_wait_for_tstate_lock|_shutdown|__enter__) \(.*threading\.py"),
     ),
-    ("wait.lock", re.compile(r"futex|pthread_cond_(timed)?wait|sem_(timed)?wait|take_gil|PyThread_acquire_lock")),
+    (GIL, re.compile(r"^(take_gil|PyEval_(RestoreThread|AcquireThread))\b")),
+    ("wait.lock", re.compile(r"futex|pthread_(cond|mutex)|sem_(timed|clock)?wait|PyThread_acquire_lock")),
+    ("wait.queue", re.compile(r"^(p?poll|epoll_wait|select) \(lib")),
     ("cuda.sync", re.compile(r"cuda\w*Synchronize|cuStreamSynchronize|cuEventSynchronize")),
     ("cuda.sync", re.compile(r"(^|\.)(synchronize|item|cpu|tolist) \(")),
     ("cuda.launch", re.compile(r"cudaLaunch\w*|cuLaunch\w*|cudaGraphLaunch")),
@@ -47,9 +55,12 @@ _LEAF = (
         "io",
         re.compile(r"(^|\.)(read|write|fsync|recv|send|readinto|pread|open) \((?!.*threading)|^__(GI_)?_?(read|write)"),
     ),
-    (TORCH, re.compile(r"\(.*\btorch/|\(torch[/.]|at::native|\btorch::")),
+    (TORCH, re.compile(r"\(.*\btorch/|\(torch[/.]|at::native|\btorch::|\(lib(torch|c10)")),
 )
-"""Looked for in the innermost frame."""
+"""Looked for in the innermost frame, and with native stacks in all frames below the innermost one of Python's."""
+
+_NATIVE = re.compile(r"\((lib[^/]*|[^/()]*)\.so[.\d]*\)$|^0x[0-9a-f]+ \(")
+"""A frame without a Python file."""
 
 _FRAMES_OF_WAITING = re.compile(r"\((threading|queue|selectors)\.py")
 
@@ -59,8 +70,24 @@ def classify(frames: Frames) -> str:
     for name, pattern in _ANYWHERE:
         if any(pattern.search(frame) for frame in reversed(frames)):
             return name
-    leaf = frames[-1] if frames else ""
-    return next((name for name, pattern in _LEAF if pattern.search(leaf)), PYTHON)
+    classes = [_class_of(frame) for frame in _innermost(frames)]
+    telling = next((name for name in classes if name.startswith(("cuda.", "nccl", GIL))), None)
+    return telling or next((name for name in classes if name != PYTHON), PYTHON)
+
+
+def _innermost(frames: Frames) -> list[str]:
+    """Native frames from the innermost one outwards, and the Python frame that called them."""
+    found = []
+    for frame in reversed(frames):
+        found.append(frame)
+        if not _NATIVE.search(frame):
+            break
+    return found
+
+
+@functools.lru_cache(100_000)
+def _class_of(frame: str) -> str:
+    return next((name for name, pattern in _LEAF if pattern.search(frame)), PYTHON)
 
 
 def is_wait(name: str) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from helixctl.profiling.cuda_request import TRACE_S, Traced, TraceRequest
 from helixctl.profiling.gpu import GpuSample, GpuSampler, visible_devices
 from helixctl.profiling.host import HostReading, read_host
 from helixctl.profiling.pipeline import Status, StatusReader, is_open
@@ -48,6 +49,8 @@ class Options:
     """Seconds with nothing but the status file, to see what profiling costs."""
     native: bool = False
     """A short burst with C symbols at the end, which stops all threads at every sample."""
+    cuda: bool = False
+    """A trace of kernels and CUDA calls at the end, made by the run; only a run that was started for it can."""
 
 
 @dataclass
@@ -75,6 +78,7 @@ class Recording:
     stacks: Stacks = field(default_factory=lambda: Stacks(0))
     gil: Stacks = field(default_factory=lambda: Stacks(0))
     native: Stacks | None = None
+    cuda: Traced | None = None
     own_cpu_s: float = 0.0
     """Core time of this process in the window; py-spy's stands with its stacks."""
     host: tuple[HostReading, HostReading] | None = None
@@ -83,6 +87,11 @@ class Recording:
     def seconds(self) -> float:
         """Length of the window."""
         return max(self.ended_at - self.window_at, 0.0)
+
+    @property
+    def window_statuses(self) -> list[Status]:
+        """Those of the window alone, from the last one before it on."""
+        return [status for status in self.statuses if self.window_at - 0.5 <= status["at_s"] <= self.ended_at]
 
 
 class Recorder:
@@ -116,6 +125,8 @@ class Recorder:
                 self._run_window(on_progress)
             if options.native and not seen.has_ended:
                 self._run_native(on_progress)
+            if options.cuda and not seen.has_ended:
+                self._run_cuda(on_progress)
         finally:
             seen.gpu_missing = self._gpus.missing()
             seen.gpu_problem = self._gpus.problem
@@ -193,6 +204,16 @@ class Recorder:
         burst = self._pass(native_mode())
         self._watch.ended_within(_NATIVE_BURST_S)
         self._seen.native = burst.stop()
+
+    def _run_cuda(self, on_progress: OnProgress) -> None:
+        if self._seen.run_dir is None:
+            return
+        request = TraceRequest(self._seen.run_dir)
+        while (traced := request.answer()) is None:
+            if not self._look_at_status(_LOOK_S):
+                return
+            on_progress("kernels and CUDA calls", request.waited_s, TRACE_S)
+        self._seen.cuda = traced
 
     def _pass(self, mode: Mode) -> Pass:
         return Pass(self._seen.pid, mode, self._folder)

@@ -53,6 +53,7 @@ def make_report(seen: Recording, facts: Facts, verdict: Verdict, about: About) -
         "gil_share": facts.gil_share,
         "gpus": [dataclasses.asdict(gpu) for gpu in facts.gpus],
         "gpu_problem": seen.gpu_problem,
+        "cuda": _cuda(facts),
         "host": dataclasses.asdict(facts.host) if facts.host is not None else None,
         "cost": _cost(seen, facts),
         "series": _series(seen, facts),
@@ -118,6 +119,15 @@ def _pipeline(facts: Facts) -> Json | None:
     }
 
 
+def _cuda(facts: Facts) -> Json | None:
+    """The trace of kernels and CUDA calls; each stage's part stands with the stage. None where it was not asked for."""
+    if facts.cuda is None:
+        return None if facts.cuda_problem is None else {"problem": facts.cuda_problem}
+    devices = [dataclasses.asdict(device) for device in facts.cuda.devices]
+    seconds, lost = facts.cuda.seconds, facts.cuda_slowdown_share
+    return {"problem": None, "seconds": seconds, "slowdown_share": lost, "devices": devices}
+
+
 def _cost(seen: Recording, facts: Facts) -> Json:
     cores = facts.host.num_cores if facts.host is not None else 1
     loss = facts.slowdown
@@ -161,7 +171,7 @@ def _shares(uses: Sequence[threads.ThreadUse]) -> list[float]:
 
 
 def _channel_series(seen: Recording) -> Json:
-    window = [status for status in seen.statuses if status["at_s"] >= seen.window_at - 0.5]
+    window = seen.window_statuses
     uses = [pipeline.use_between(first, last) for first, last in pairwise(window)]
     at_s = [round(status["at_s"] - seen.window_at, 3) for status in window[1:]]
     names = [channel.name for channel in uses[0].channels] if uses else []

@@ -50,7 +50,7 @@ def profile_recipe(
     Raises:
         RunFailed: it ended before it could be looked at.
     """
-    with launched(recipe, overrides, output) as run:
+    with launched(recipe, overrides, output, cuda=options.cuda) as run:
         seen = _record(run.pid, run.run_dir, _with_baseline(options), on_progress)
         if seen.has_ended and not seen.window_at:
             run.raise_if_failed()

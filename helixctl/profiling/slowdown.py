@@ -27,7 +27,7 @@ class Slowdown:
 def find_slowdown(seen: Recording) -> Slowdown | None:
     """None where the stretch before the window was too short to tell."""
     before = _rates([status for status in seen.statuses if status["at_s"] <= seen.window_at])
-    during = _rates([status for status in seen.statuses if status["at_s"] >= seen.window_at])
+    during = _rates([status for status in seen.window_statuses if status["at_s"] >= seen.window_at])
     if len(before) < _MIN_BINS or len(during) < _MIN_BINS or not fmean(before) or not fmean(during):
         return None
     ratio = fmean(during) / fmean(before)

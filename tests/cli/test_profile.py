@@ -26,11 +26,12 @@ def test_a_recipe_is_run_profiled_and_leaves_the_run_directory_alone(recipe, run
     run_dir = recipe.parent / "run"
     (run_dir / "checkpoints" / "step-00000001").mkdir(parents=True)
     before = sorted(run_dir.rglob("*"))
-    done = run("profile", recipe, "--steps", 40, "--output", tmp_path / "out")
+    done = run("profile", recipe, "--steps", 40, "--cuda", "--output", tmp_path / "out")
     assert done.code == 0, done.err
     assert max(map(len, done.out.splitlines())) <= 100 or "written:" in done.out
     assert "VERDICT" in done.out and "drafter-0" in done.out and "left out: set-up" in done.out
     report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
+    assert "the run uses no GPU" in " ".join(done.out.split()) and "no GPU" in report["cuda"]["problem"]
     assert report["about"]["mode"] == "recipe"
     assert report["pipeline"]["steps_per_s"] > 0
     assert {"reader-0", "target-0", "target-0-post", "drafter-0"} <= {stage["name"] for stage in report["stages"]}
@@ -102,6 +103,8 @@ def test_none_or_several_runs_are_listed(count, run, tmp_path, monkeypatch):
         (("--seconds", 3, "--steps", 3), "exclude each other"),
         (("--set", "a=b"), "needs a recipe"),
         (("--live",), "needs a terminal"),
+        (("--pid", 1, "--cuda"), "--cuda needs a recipe"),
+        (("--cuda",), "--cuda needs a recipe"),
         (("--run-dir", "x"), "needs --pid"),
         (("--pid", 2**22 + 1), "no process"),
         (("--compare", "a", "b"), "cannot be read as a report"),

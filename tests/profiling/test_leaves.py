@@ -14,6 +14,13 @@ CHANNEL = (
 QUALIFIED = (*CHANNEL[:1], "WaitRoom.wait_until (helixctl/engine/waiting.py:83)", "Condition.wait (threading.py:327)")
 LOCK = ("run (a.py:1)", "Condition.wait (threading.py:327)")
 OPERATION = ("TargetStage.run (helixctl/training/stages.py:95)", "linear (torch/nn/functional.py:20)")
+LAUNCH = (
+    "at::native::gpu_kernel (libtorch_cuda.so)",
+    "cudaLaunchKernel (libcudart.so.12)",
+    "0x7f21 (libcuda.so.535.104.05)",
+    "0x7f22 (libcuda.so.535.104.05)",
+)
+"""The driver comes without symbols."""
 
 
 @pytest.mark.parametrize(
@@ -33,6 +40,14 @@ OPERATION = ("TargetStage.run (helixctl/training/stages.py:95)", "linear (torch/
         (("run (a.py:1)", "cudaMemcpyAsync (libcudart.so.12)"), "cuda.copy"),
         (("run (a.py:1)", "compile (torch/_dynamo/eval_frame.py:1)", "x (sympy/core.py:3)"), "compile"),
         (OPERATION, "torch"),
+        ((*OPERATION, *LAUNCH), "cuda.launch"),
+        ((*OPERATION, *LAUNCH, "pthread_mutex_lock (libc.so.6)"), "cuda.launch"),
+        ((*OPERATION, "at::native::empty (libtorch_cpu.so)", "0x7fc5cd8a4193 (libc.so.6)"), "torch"),
+        (("run (a.py:1)", "PyEval_RestoreThread (libpython3.11.so.1.0)", "0x7fc5 (libc.so.6)"), "wait.gil"),
+        (("run (a.py:1)", "take_gil (libpython3.11.so.1.0)", "pthread_cond_timedwait (libc.so.6)"), "wait.gil"),
+        (("run (a.py:1)", "PyThread_acquire_lock_timed (libpython3.11.so.1.0)", "0x7fc5 (libc.so.6)"), "wait.lock"),
+        (("run (a.py:1)", "select_poll_poll_impl (selectmodule.c:655)", "poll (libc.so.6)"), "wait.queue"),
+        (("linear (torch/nn/functional.py:20)", "fold (a.py:3)", "_PyEval_Frame (libpython3.11.so.1.0)"), "python"),
         (("run (a.py:1)", "encode (tokenizers/__init__.py:1)"), "tokenize"),
         (("run (a.py:1)", "spin (a.py:5)"), "python"),
         ((), "python"),

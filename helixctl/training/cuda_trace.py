@@ -1,0 +1,70 @@
+"""A short trace of kernels and CUDA calls of all threads of a run, made by the run itself when a profiler asks for it.
+
+Outside cannot see them: CUPTI records only the process that it lives in. `helixctl profile RECIPE --cuda` leaves a
+request in the run directory; a thread of the run starts torch.profiler, stops it after so many seconds (in the same
+thread: others crash it), and leaves the trace and an answer beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+REQUEST, TRACE, ANSWER = "cuda-trace.request", "cuda-trace.json", "cuda-trace.answer"
+NO_GPU = "the run uses no GPU, so there are no kernels and no CUDA calls to trace"
+_THREAD = "cuda-trace"
+_LOOK_S = 0.1
+_WARM_UP_S = 0.3
+"""Of a first trace that is thrown away: starting CUPTI stops the launches for a while."""
+
+
+@contextmanager
+def traced_on_request(run_dir: Path) -> Iterator[None]:
+    """While the block runs, answer requests for a trace that are left in ``run_dir``."""
+    ended = threading.Event()
+    thread = threading.Thread(target=_serve, args=(run_dir, ended), name=_THREAD, daemon=False)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _serve(run_dir: Path, ended: threading.Event) -> None:
+    while not ended.wait(_LOOK_S):
+        try:
+            seconds = float((run_dir / REQUEST).read_text(encoding="ascii"))
+        except (OSError, ValueError):  # nobody asked, or has not finished writing
+            continue
+        (run_dir / REQUEST).unlink()
+        try:
+            answer = trace(run_dir / TRACE, seconds, ended)
+        except Exception as error:  # a profiler that fails must not end the run
+            answer = {"problem": f"torch.profiler failed: {type(error).__name__}: {error}"}
+        temporary = run_dir / f".{ANSWER}"
+        temporary.write_text(json.dumps(answer), encoding="utf-8")
+        temporary.replace(run_dir / ANSWER)
+
+
+def trace(path: Path, seconds: float, ended: threading.Event) -> dict[str, Any]:
+    """Record ``seconds`` to ``path`` in Chrome's trace format; ``{"problem": None}``, or why there is nothing."""
+    import torch
+    from torch._C._profiler import _ExperimentalConfig
+    from torch.profiler import ProfilerActivity, profile
+
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return {"problem": NO_GPU}
+    for path_or_none, length_s in ((None, _WARM_UP_S), (path, seconds)):
+        config = _ExperimentalConfig(profile_all_threads=True)
+        recorder = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], experimental_config=config)
+        recorder.start()
+        ended.wait(length_s)
+        recorder.stop()
+        if path_or_none is not None:
+            recorder.export_chrome_trace(str(path_or_none))
+    return {"problem": None}
