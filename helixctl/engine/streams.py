@@ -7,8 +7,8 @@ used again carry a ``done`` event. No host waits for a device, except on leaving
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Generic, Protocol, TypeVar
@@ -95,8 +95,11 @@ class StreamContext:
             self._stack.close()
 
     def named(self, name: str) -> AbstractContextManager[object]:
-        """The block shows under ``name`` in Nsight Systems and `torch.profiler` (an NVTX range); on a CPU nothing."""
-        return torch.cuda.nvtx.range(name) if self._device.type == "cuda" else nullcontext()
+        """The block shows under ``name`` in Nsight Systems (an NVTX range) and in `torch.profiler`; on a CPU nothing.
+
+        `helixctl profile --cuda` takes it for the time in which the stage is at work.
+        """
+        return _named(name) if self._device.type == "cuda" else nullcontext()
 
     def handoff(self, value: T) -> Handoff[T]:
         """Wrap what this context's stream on ``device`` has been told to compute or copy."""
@@ -127,6 +130,13 @@ class StreamContext:
             streams[index] = torch.cuda.Stream(index)
             streams[index].wait_stream(torch.cuda.default_stream(index))
         return streams[index]
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    # torch.profiler does not record NVTX ranges.
+    with torch.profiler.record_function(name), torch.cuda.nvtx.range(name):
+        yield
 
 
 def _tensors(value: object) -> Sequence[Tensor]:
