@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from helixctl.redact import RedactingFilter
+from helixctl.redact import RedactingFormatter
 
 _FORMAT = "%(asctime)s %(threadName)s %(levelname)s %(name)s: %(message)s"
 
@@ -12,8 +12,7 @@ _FORMAT = "%(asctime)s %(threadName)s %(levelname)s %(name)s: %(message)s"
 def set_up_logs(*, verbose: bool) -> None:
     """Our own messages from WARNING up, or from DEBUG up; other libraries from WARNING up. To stderr."""
     handler = logging.StreamHandler()
-    handler.addFilter(RedactingFilter())
-    handler.setFormatter(logging.Formatter(_FORMAT if verbose else "%(levelname)s: %(message)s"))
+    handler.setFormatter(RedactingFormatter(_FORMAT if verbose else "%(levelname)s: %(message)s"))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from helixctl.errors import HelixError, Problem, RecipeError, StageFailed
+from helixctl.redact import redact_text
 
 if TYPE_CHECKING:
     from helixctl.checkpoint.check import CheckResult
@@ -41,7 +42,7 @@ _SEGMENT_STYLES = {"draft": "green", "bonus": "yellow", "prefill": "cyan"}
 def render_error(error: HelixError) -> None:
     """What is wrong, where, and the fix."""
     if isinstance(error, StageFailed) and error.__cause__ and not isinstance(error.__cause__, HelixError):
-        traceback.print_exception(error.__cause__, file=sys.stderr)
+        _print_traceback(error.__cause__)
     console = _console(stderr=True)
     if isinstance(error, RecipeError):
         count = len(error.problems)
@@ -56,7 +57,7 @@ def render_error(error: HelixError) -> None:
 
 def render_bug(error: Exception) -> None:
     """An error that no user can mend."""
-    traceback.print_exception(error, file=sys.stderr)
+    _print_traceback(error)
     _console(stderr=True).print(Text.assemble(("error", "bold red"), ": this is a bug in helixctl; please report it"))
 
 
@@ -345,8 +346,14 @@ def _print_fix(console: Console, fix: str | None) -> None:
         _print_message(console, Text.assemble(("fix", "bold green"), f": {fix}"), indent=2)
 
 
+def _print_traceback(error: BaseException) -> None:
+    sys.stderr.write(redact_text("".join(traceback.format_exception(error))))
+
+
 def _print_message(console: Console, text: Text, indent: int = 0) -> None:
-    """A sentence: wrapped for a person, one line for a file or a pipe, where people search."""
+    """A sentence: wrapped for a person, one line for a file or a pipe, where people search. Secrets are taken out."""
+    if (safe := redact_text(text.plain)) != text.plain:
+        text = Text(safe)
     if console.is_terminal:
         console.print(Padding(text, (0, 0, 0, indent), expand=False))
     else:

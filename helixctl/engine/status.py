@@ -17,10 +17,12 @@ from typing import Any
 
 from helixctl.engine.stats import PipelineStats
 from helixctl.errors import Interrupted
+from helixctl.redact import redact_text
 
 SCHEMA = 1
 FILE_NAME = "status.json"
 EVERY_S = 1.0
+_WRITE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
 
 logger = logging.getLogger(__name__)
 
@@ -58,14 +60,16 @@ class StatusFile:
             "schema": SCHEMA,
             "pid": os.getpid(),
             "phase": phase,
-            "error": None if error is None else (str(error).splitlines() or [type(error).__name__])[0],
+            "error": None if error is None else redact_text((str(error).splitlines() or [type(error).__name__])[0]),
             "spent_s": self._spent_s,
             "counters": dict(self._counters()),
             **dataclasses.asdict(self._stats()),
         }
         temporary = self._path.with_name(f".{self._path.name}-{os.getpid()}")
         try:
-            temporary.write_text(json.dumps(content), encoding="utf-8")
+            # Its name can be guessed: a link that somebody put there is not followed.
+            with os.fdopen(os.open(temporary, _WRITE, 0o644), "w", encoding="utf-8") as file:
+                file.write(json.dumps(content))
             temporary.replace(self._path)
         except OSError as problem:
             if not self._has_failed:

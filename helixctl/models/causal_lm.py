@@ -49,6 +49,7 @@ def build_causal_lm(options: ModelOptions, seed: int) -> Any:
         ours = _takes_our_attention(config, options)
         how = {"attn_implementation": attention.IMPLEMENTATION if ours else "sdpa", "dtype": torch.float32}
         if options.checkpoint is not None:
+            how |= {"trust_remote_code": options.trust_remote_code, "use_safetensors": True}  # no pickles
             model = transformers.AutoModelForCausalLM.from_pretrained(options.checkpoint, config=config, **how)
         else:
             with torch.random.fork_rng(devices=[]):

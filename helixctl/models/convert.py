@@ -6,8 +6,8 @@ Used by the quickstart, whose small target comes as GGUF. Never needed for check
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +40,10 @@ def convert_gguf(gguf_file: Path, output_dir: Path) -> Path:
     if not gguf_file.is_file():
         raise ModelError(f"no GGUF file at {gguf_file}", fix="check the path")
     output_dir.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{output_dir.name}.", dir=output_dir.parent))
+    temporary = output_dir.parent / f".{output_dir.name}.{secrets.token_hex(4)}"
+    temporary.mkdir()  # not by tempfile, whose folders are this user's alone whatever the umask says
     try:
         _write_checkpoint(gguf_file, temporary)
-        temporary.chmod(0o755)
         os.replace(temporary, output_dir)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

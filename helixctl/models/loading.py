@@ -72,6 +72,7 @@ def load_model(options: TargetOptions, facts: TargetFacts, dtype: torch.dtype) -
             dtype=dtype,
             attn_implementation=attention.IMPLEMENTATION if ours else "sdpa",
             trust_remote_code=options.trust_remote_code,
+            use_safetensors=True,
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(f"cannot load target {options.model}: {error}", fix=_fix(options)) from error
@@ -87,6 +88,8 @@ def load_model(options: TargetOptions, facts: TargetFacts, dtype: torch.dtype) -
 
 
 def _fix(options: TargetOptions) -> str:
+    if any(Path(options.model).glob("*.bin")):
+        return "its weights are pickles, which can run code and are not loaded: save them as safetensors first"
     if Path(options.model).exists():
         code = "" if options.trust_remote_code else "; if it brings its own code, target.trust_remote_code: true"
         return f"the folder must hold config.json and weights of an architecture that transformers knows{code}"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from helixctl.errors import UsageError
 from helixctl.profiling.threads import PROC
+from helixctl.redact import redact_text
 
 _PID_FILE = "run.pid"
 
@@ -76,9 +77,9 @@ def only_run(root: Path = PROC) -> Run:
 
 
 def command_line(pid: int, root: Path = PROC) -> str:
-    """The words that a process was started with; raises OSError where it is gone."""
+    """The words that a process was started with, without secrets; raises OSError where it is gone."""
     words = (root / str(pid) / "cmdline").read_bytes().split(b"\0")
-    return " ".join(word.decode("utf-8", "replace") for word in words if word)
+    return redact_text(" ".join(word.decode("utf-8", "replace") for word in words if word))
 
 
 def check_process(pid: int, root: Path = PROC) -> None:
