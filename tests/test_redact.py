@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helixctl.redact import HIDDEN, RedactingFilter, redact, redact_text
+from helixctl.redact import HIDDEN, RedactingFormatter, redact, redact_text
 
 SECRETS = [
     "hf_" + "a1B2" * 8,
@@ -27,7 +28,7 @@ PLAIN = st.recursive(
 def test_tokens_are_hidden_wherever_they_stand(secret: str) -> None:
     value = {"run": {"dir": f"/tmp/{secret}/run"}, "sources": [("a", f"token={secret}")], secret: 1}
     saved = redact(value)
-    assert secret not in repr({key: inner for key, inner in saved.items() if key != secret})
+    assert secret not in repr(saved) and len(saved) == len(value)
     assert redact_text(f"loading with {secret}.") == f"loading with {HIDDEN}."
 
 
@@ -47,7 +48,17 @@ def test_ordinary_values_stay(value: object) -> None:
     assert redact(value) == value
 
 
-def test_log_records_are_redacted() -> None:
-    record = logging.LogRecord("x", logging.WARNING, "f", 1, "%s failed", (SECRETS[0],), None)
-    assert RedactingFilter().filter(record)
-    assert record.getMessage() == f"{HIDDEN} failed"
+def test_options_of_a_command_line_are_hidden() -> None:
+    line = "python train.py --api-key abcdef123 --hf-token=abcdef123 --max-new-tokens 128000 --tokenizer gpt2-medium"
+    hidden = f"python train.py --api-key {HIDDEN} --hf-token={HIDDEN} --max-new-tokens 128000 --tokenizer gpt2-medium"
+    assert redact_text(line) == hidden
+
+
+def test_log_records_are_redacted_with_their_tracebacks() -> None:
+    try:
+        raise ValueError(f"no access with {SECRETS[1]}")
+    except ValueError:
+        record = logging.LogRecord("x", logging.WARNING, "f", 1, "%s failed", (SECRETS[0],), sys.exc_info())
+    text = RedactingFormatter("%(message)s").format(record)
+    assert text.startswith(f"{HIDDEN} failed") and f"no access with {HIDDEN}" in text
+    assert not any(secret in text for secret in SECRETS)
