@@ -23,6 +23,7 @@ from helixctl.recipe.schema import DrafterOptions, LoopOptions, PipelineOptions,
 
 if TYPE_CHECKING:
     from helixctl.data.count import DataCounts
+    from helixctl.data.store import MixLine
 
 _FEW_CPUS = 4
 _DEVICE = re.compile(r"^(cpu|cuda:\d+)$")
@@ -63,6 +64,8 @@ class Plan:
     supervised_share: float | None
     anchor_coverage: float | None
     """Expected share of the supervised tokens that anchors put into a block, per epoch."""
+    mix: tuple[MixLine, ...]
+    """What an epoch is made of, by source; empty until `prepare` has run."""
     target_dtype: DtypeName
     compute_dtype: DtypeName
     parameters: int
@@ -109,7 +112,7 @@ class Plan:
         """Everything as plain values; the target's own config.json is left out."""
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
         target = {f.name: getattr(self.target, f.name) for f in fields(self.target) if f.name != "raw"}
-        records = {name: [asdict(record) for record in plain[name]] for name in ("memory", "lacks")}
+        records = {name: [asdict(record) for record in plain[name]] for name in ("memory", "lacks", "mix")}
         plain |= {"recipe": self.recipe.model_dump(mode="json"), "target": target, "world": asdict(self.world)}
         return {**plain, **records}
 
@@ -129,9 +132,7 @@ def make_plan(recipe: Recipe, machine: Machine) -> Plan:
     packing = recipe.data.packing and not target.recurrent
     counts = _count_data(recipe, packing)
     targets, drafters = make_devices(recipe.pipeline, machine, stored=recipe.target.features is not None)
-    num_drafters = machine.world.size * len(drafters)
-    batches_per_step = num_drafters * recipe.train.grad_accum_steps
-    rows_per_step = batches_per_step * recipe.train.micro_batch_rows
+    num_drafters, batches_per_step, rows_per_step = _step_size(recipe, machine, drafters)
     total_steps = _total_steps(recipe, counts, rows_per_step)
     load = _make_load(recipe, target, (targets, drafters), machine)
     _refuse([*_check_data(recipe, target, counts, total_steps), *_check_features(recipe, taps, load)])
@@ -157,6 +158,7 @@ def make_plan(recipe: Recipe, machine: Machine) -> Plan:
         validation_documents=counts.validation_documents if counts else None,
         supervised_share=counts.supervised_share if counts else None,
         anchor_coverage=counts.anchor_coverage if counts else None,
+        mix=counts.mix if counts else (),
         target_dtype=_target_dtype(recipe, target, targets, machine),
         compute_dtype=_compute_dtype(recipe, drafters, machine),
         parameters=load.parameters,
@@ -166,6 +168,13 @@ def make_plan(recipe: Recipe, machine: Machine) -> Plan:
         disk_bytes_per_checkpoint=load.saved_bytes,
         warnings=(*_data_warnings(recipe, target, counts), *_run_warnings(recipe, load, memory, machine)),
     )
+
+
+def _step_size(recipe: Recipe, machine: Machine, drafters: tuple[str, ...]) -> tuple[int, int, int]:
+    """Drafters of all processes, and the micro-batches and rows that they take in one step."""
+    num_drafters = machine.world.size * len(drafters)
+    num_batches = num_drafters * recipe.train.grad_accum_steps
+    return num_drafters, num_batches, num_batches * recipe.train.micro_batch_rows
 
 
 def _refuse(problems: list[Problem]) -> None:
@@ -279,6 +288,7 @@ def _count_data(recipe: Recipe, packing: bool) -> DataCounts | None:
         num_anchors=drafter.num_anchors,
         block_size=drafter.block_size,
         mask_token_id=drafter.mask_token_id,
+        curriculum=recipe.data.curriculum,
     )
     return count_data(recipe.data.store, options)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from helixctl.cli.render import format_bytes, format_value
+from helixctl.cli.source_tables import mix_rows, source_rows
 
 if TYPE_CHECKING:
     from helixctl.data.prepare import PrepareResult
@@ -91,6 +92,7 @@ def prepare_rows(result: PrepareResult) -> dict[str, str]:
         f"{counts['validation'].documents:,} held out",
         "tokens": f"{result.tokens:,}, {100 * result.supervised_share:.1f} % of them supervised",
     }
+    rows |= source_rows(result.manifest)
     notes = {
         "duplicates": (result.duplicates, "seen before, kept"),
         "cut": (result.num_truncated, "longer than data.seq_len"),
@@ -224,6 +226,9 @@ def _data_rows(plan: Plan) -> dict[str, str]:
     if plan.train_documents is None:
         return {**rows, "documents": UNKNOWN}
     rows["documents"] = f"{plan.train_documents:,} for training, {plan.validation_documents:,} held out"
+    rows |= mix_rows(plan.mix)
+    if data.curriculum.epochs:
+        rows["order"] = f"short documents first in {count_of(data.curriculum.epochs, 'epoch')}"
     rows["supervised"] = f"{100 * (plan.supervised_share or 0):.1f} % of the tokens"
     rows["anchors cover"] = f"{100 * (plan.anchor_coverage or 0):.1f} % of the supervised tokens in an epoch"
     return rows

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from helixctl.data.packing import Row, RowStream, pack
-from helixctl.data.store import Split, Store, is_store
+from helixctl.data.packing import NO_CURRICULUM, Row, RowStream, pack
+from helixctl.data.store import MixLine, Split, Store, is_store
+from helixctl.recipe.schema import CurriculumOptions
 
 _LOOKED_AT = 2000
 
@@ -25,6 +26,7 @@ class CountOptions:
     num_anchors: int
     block_size: int
     mask_token_id: int
+    curriculum: CurriculumOptions = NO_CURRICULUM
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ class DataCounts:
     tokenizer_length: int
     mask_token_seen: bool
     """The mask token stands in one of the first documents, so it is no mask token."""
+    mix: tuple[MixLine, ...]
+    """What an epoch is made of, by source."""
 
 
 def count_data(path: Path, options: CountOptions) -> DataCounts | None:
@@ -68,7 +72,9 @@ def count_data(path: Path, options: CountOptions) -> DataCounts | None:
     rows: list[Row] = []
     train_rows = 0
     if documents.size:
-        stream = RowStream(lengths, options.seq_len, seed=options.seed, packing=options.packing)
+        stream = RowStream(
+            lengths, options.seq_len, seed=options.seed, packing=options.packing, curriculum=options.curriculum
+        )
         train_rows = stream.first_row(options.epochs)
         rows = [row.documents for row in stream.rows(0, stream.first_row(1))]
     held_out = validation.trainable(options.seq_len)
@@ -86,6 +92,7 @@ def count_data(path: Path, options: CountOptions) -> DataCounts | None:
         truncated=train.num_truncated(options.seq_len),
         tokenizer_length=store.manifest.tokenizer.vocab_size,
         mask_token_seen=_contains(train, options.mask_token_id),
+        mix=store.manifest.mix,
     )
 
 

@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 
 from helixctl.data.anchors import draw_anchors
 from helixctl.data.batch import MicroBatch
-from helixctl.data.packing import RowStream, StreamRow, pack
+from helixctl.data.packing import NO_CURRICULUM, RowStream, StreamRow, pack
 from helixctl.data.sequence import Sequence
 from helixctl.data.store import Split
 from helixctl.errors import DataError
+from helixctl.recipe.schema import CurriculumOptions
 
 _TRAIN_KEY = 2
 _VALIDATION_KEY = 3
@@ -40,6 +41,8 @@ class LoaderOptions:
     """Several documents per row; off: one, for targets that cannot keep documents apart."""
     pad_id: int = 0
     """Fills the end of a row; never supervised, in no document."""
+    curriculum: CurriculumOptions = NO_CURRICULUM
+    """Order of training documents by their length."""
 
 
 class _Rows:
@@ -73,7 +76,13 @@ class BatchLoader:
         self.options = options
         self.sequence = sequence
         self._train = _Rows(train, options, "training")
-        self._stream = RowStream(self._train.lengths, options.seq_len, seed=options.seed, packing=options.packing)
+        self._stream = RowStream(
+            self._train.lengths,
+            options.seq_len,
+            seed=options.seed,
+            packing=options.packing,
+            curriculum=options.curriculum,
+        )
         self._validation: _Rows | None = None
         self._validation_rows: list[tuple[int, ...]] = []
         if sequence.total_passes:

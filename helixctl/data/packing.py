@@ -15,18 +15,41 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from helixctl.recipe.schema import CurriculumOptions
+
 Row = tuple[int, ...]
 """Documents of one row, in the order in which they stand in it."""
 
 _OPEN_ROWS = 64
 _CACHED_EPOCHS = 2
 _ORDER_KEY = 1
+_CURRICULUM_KEY = 4
+NO_CURRICULUM = CurriculumOptions()
 
 
 def epoch_order(seed: int, epoch: int, num_documents: int) -> NDArray[np.int64]:
     """A permutation of ``range(num_documents)``, int64 [num_documents], drawn anew for every epoch."""
     rng = np.random.default_rng([seed, _ORDER_KEY, epoch])
     return rng.permutation(num_documents)
+
+
+def length_order(
+    lengths: NDArray[np.integer], order: NDArray[np.int64], spread: float, rng: np.random.Generator
+) -> NDArray[np.int64]:
+    """The documents of ``order`` from short to long, mixed.
+
+    Args:
+        lengths: tokens of every document, by document index.
+        order: document indices; decides between documents of one length.
+        spread: a document is moved back by up to this share of them all.
+        rng: draws how far.
+
+    Returns:
+        int64, like ``order``. No document stands before one that is shorter by more than ``spread`` in rank.
+    """
+    rank = np.empty(order.size)
+    rank[np.argsort(lengths[order], kind="stable")] = np.arange(order.size) / max(1, order.size)
+    return order[np.argsort(rank + spread * rng.random(order.size), kind="stable")]
 
 
 def pack(
@@ -85,7 +108,15 @@ class RowStream:
     Any thread may ask for any rows; only the last few epochs are kept, older ones are packed again when asked for.
     """
 
-    def __init__(self, lengths: NDArray[np.integer], seq_len: int, *, seed: int, packing: bool) -> None:
+    def __init__(
+        self,
+        lengths: NDArray[np.integer],
+        seq_len: int,
+        *,
+        seed: int,
+        packing: bool,
+        curriculum: CurriculumOptions = NO_CURRICULUM,
+    ) -> None:
         """``lengths`` int [documents]: tokens of every document."""
         if lengths.size == 0:
             raise ValueError("a stream of rows needs at least one document")
@@ -93,6 +124,7 @@ class RowStream:
         self._seq_len = seq_len
         self._seed = seed
         self._packing = packing
+        self._curriculum = curriculum
         self._lock = threading.Lock()
         self._epochs: OrderedDict[int, list[Row]] = OrderedDict()
         self._first_row = [0]  # of every epoch packed so far
@@ -126,8 +158,14 @@ class RowStream:
 
     def _pack(self, epoch: int) -> list[Row]:
         if epoch not in self._epochs:
-            order = epoch_order(self._seed, epoch, self._lengths.size)
-            self._epochs[epoch] = pack(self._lengths, self._seq_len, order, self._packing)
+            self._epochs[epoch] = pack(self._lengths, self._seq_len, self._order(epoch), self._packing)
             while len(self._epochs) > _CACHED_EPOCHS:
                 self._epochs.popitem(last=False)
         return self._epochs[epoch]
+
+    def _order(self, epoch: int) -> NDArray[np.int64]:
+        order = epoch_order(self._seed, epoch, self._lengths.size)
+        if epoch >= self._curriculum.epochs:
+            return order
+        rng = np.random.default_rng([self._seed, _CURRICULUM_KEY, epoch])
+        return length_order(self._lengths, order, self._curriculum.spread, rng)

@@ -43,6 +43,7 @@ INDEX_TYPES: Mapping[str, type[np.generic]] = {
     "first_anchor": np.int32,
 }
 _AGAIN = "run `helixctl prepare` again"
+_ACCOUNT = ("role", "weight", "read", "kept", "held_out", "dropped", "documents", "tokens", "supervised")
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,18 @@ class SourceCounts:
 
 
 @dataclass(frozen=True)
+class MixLine:
+    """What one source gives to an epoch."""
+
+    name: str
+    documents: int
+    """Entries, repeats included."""
+    tokens: int
+    share: float
+    """Of the tokens of all sources."""
+
+
+@dataclass(frozen=True)
 class SplitCounts:
     """Size of one split, repeats included."""
 
@@ -130,6 +143,28 @@ class Manifest:
             for reason, count in source.dropped.items():
                 total[reason] = total.get(reason, 0) + count
         return total
+
+    @property
+    def mix(self) -> tuple[MixLine, ...]:
+        """What an epoch is made of: the sources that give training documents, before rows cut any."""
+        total = max(1, sum(source.tokens for source in self.sources))
+        return tuple(
+            MixLine(source.name, source.documents, source.tokens, source.tokens / total)
+            for source in self.sources
+            if source.documents
+        )
+
+    @property
+    def by_source(self) -> dict[str, dict[str, Any]]:
+        """Plain values by the source's name; a name that comes again gets a number."""
+        found: dict[str, dict[str, Any]] = {}
+        total = max(1, sum(source.tokens for source in self.sources))
+        for number, source in enumerate(self.sources, start=1):
+            values = {name: value for name, value in asdict(source).items() if name in _ACCOUNT}
+            name = source.name or source.path
+            name = f"{name} ({number})" if name in found else name
+            found[name] = {**values, "share": source.tokens / total}
+        return found
 
     @property
     def token_bytes(self) -> int:

@@ -194,13 +194,11 @@ class Tally:
     def check(self, data: StoreOptions) -> None:
         """Raise a DataError when the sums or shares say that something is wrong."""
         self._check_sums()
+        self._check_mask_token()
         dropped = self.dropped
         failed = dropped.total() - sum(dropped[reason] for reason in _CHOSEN_REASONS)
         if self._writer.split_counts("train").documents == 0:
             raise DataError(f"of {self.read} documents none is left to train on{self._reasons()}", fix=_DROP_FIX)
-        if dropped["mask_token"] > _MOST_MASK_TOKENS * self.read:
-            text = f"drafter.mask_token_id occurs in {dropped['mask_token']} of {self.read} documents"
-            raise DataError(text + self._reasons(), fix="choose an id that never does; `helixctl init` finds one")
         if failed > data.max_dropped * self.read:
             text = f"{failed} of {self.read} documents were dropped, data.max_dropped allows {data.max_dropped:.0%}"
             raise DataError(text + self._reasons(), fix=_DROP_FIX)
@@ -220,6 +218,13 @@ class Tally:
         assert train.tokens == sum(source.entry_tokens for source in self._sources)
         assert train.supervised == sum(source.entry_supervised for source in self._sources)
         assert validation.documents == sum(source.held_out for source in self._sources)
+
+    def _check_mask_token(self) -> None:
+        for source in self._sources:
+            marked = source.dropped["mask_token"]
+            if marked > max(1, _MOST_MASK_TOKENS * source.read):
+                text = f"{source.options.label}: drafter.mask_token_id occurs in {marked} of {source.read} documents"
+                raise DataError(text + self._reasons(), fix="choose an id that never does; `helixctl init` finds one")
 
     def _check_shares(self) -> None:
         """What the recipe wants of the composition, in tokens."""

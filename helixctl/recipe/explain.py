@@ -38,6 +38,8 @@ def explain(error: ValidationError, checked: Checked) -> list[Problem]:
     """One problem per key, in the order of pydantic's list."""
     grouped: dict[Key, list[ErrorDetails]] = {}
     for item in error.errors(include_url=False):
+        if item["type"] == "too_short" and len(item["input"]) >= item.get("ctx", {}).get("min_length", 0):
+            continue  # its entries are wrong, which is told of each
         grouped.setdefault(_written_key(item, checked.value(())), []).append(item)
     return [_problem(key, items, checked) for key, items in grouped.items()]
 

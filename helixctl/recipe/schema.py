@@ -90,7 +90,7 @@ class SourceOptions(Section):
     format: str = "chat"
     """chat, text or tokens: a plug-in in data/formats."""
     weight: PositiveFloat = 1.0
-    """How often its documents stand in an epoch: 1 is once each, 0.25 exactly a quarter of them, 2.5 twice or thrice."""
+    """How often its documents stand in an epoch: 1 is once each, 0.25 exactly a quarter, 2.5 two or three times each."""
     share: Fraction | None = None
     """Share of all training tokens that it has to make up; `prepare` fails when it is off by more than 0.01."""
     field: str | None = None
@@ -109,7 +109,10 @@ class SourceOptions(Section):
     @property
     def label(self) -> str:
         """What tables call the source."""
-        return self.name or (self.path.name if self.path is not None else self.place)
+        if self.name or self.dataset is None:
+            return self.name or str(self.path and self.path.name)
+        split = "" if self.dataset.split == "train" else f" {self.dataset.split}"
+        return self.dataset.name.rpartition("/")[2] + split
 
     @property
     def place(self) -> str:
@@ -164,11 +167,22 @@ class StoreOptions(Section):
     """`prepare` fails when a larger share of documents is dropped."""
 
 
+class CurriculumOptions(Section):
+    """Short documents first; off unless `epochs` is given."""
+
+    epochs: NonNegativeInt = 0
+    """So many epochs, from the first on, go from short documents to long ones; the others are in random order."""
+    spread: Fraction = 0.25
+    """Documents are mixed with those up to so large a share of the epoch away; 0 sorts them strictly."""
+
+
 class DataOptions(StoreOptions):
     """Documents in, rows out."""
 
     packing: bool = True
     """Several documents per row; off: one document per row."""
+    curriculum: CurriculumOptions = CurriculumOptions()
+    """Order of documents by their length."""
     regenerate: RegenerateOptions = RegenerateOptions()
     """Options of `prepare --regenerate`."""
 

@@ -290,6 +290,7 @@ def make_loader(plan: Plan, store: Store, sequence: Sequence) -> BatchLoader:
         num_anchors=recipe.drafter.num_anchors,
         packing=plan.packing,
         pad_id=plan.target.pad_token_ids[0] if plan.target.pad_token_ids else 0,
+        curriculum=recipe.data.curriculum,
     )
     return BatchLoader(store.split("train"), store.split("validation"), sequence, options)
 

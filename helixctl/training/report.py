@@ -68,11 +68,21 @@ def _sections(run_dir: Path, run: RunSummary, history: History) -> Iterator[str]
     yield from page.charted("Peak memory, GiB", page.bars(memory))
     if result.get("accounting"):
         yield page.section("Accounting", page.facts(result["accounting"]))
+    if result.get("sources"):
+        yield page.section("Documents by source", page.facts(_by_source(result["sources"])))
     environment = read_json(run_dir / ENVIRONMENT_FILE)
     if environment:
         yield page.section("Environment", page.facts(environment))
     recipe = (run_dir / "recipe.yaml").read_text(encoding="utf-8", errors="replace")
     yield page.section("Recipe", f"<pre>{escape(recipe)}</pre>", wide=True)
+
+
+def _by_source(sources: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    return {
+        name: f"{of['read']:,} read, {of['kept']:,} kept; {of['documents']:,} documents an epoch, "
+        f"{of['tokens']:,} tokens ({of['share']:.1%} of all), {of['supervised']:,} supervised"
+        for name, of in sources.items()
+    }
 
 
 def _overview(run: RunSummary, result: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from helixctl.decoding.acceptance import PositionAcceptance
 from helixctl.decoding.distribution import SampleCheck
@@ -30,6 +31,15 @@ class TrainResult:
     """Documents and micro-batches: what was read, kept, dropped by reason, produced, trained, validated."""
     pipeline: dict[str, dict[str, float]]
     """Seconds waited on each side of every channel, and for slots."""
+    reserved_memory_bytes: dict[str, int] = field(default_factory=dict)
+    """Most that torch's allocator held on each GPU; what is above the peak was fragmented or idle."""
+    predicted_memory_bytes: dict[str, int] = field(default_factory=dict)
+    """What the plan said of the peak: `predicted / peak` of each device shows how well."""
+    compiled: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Seconds, graphs, graph breaks, recompilations and cache counters of every component that was compiled."""
+    sources: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What `prepare` made of each source: documents read, kept, held out and dropped by reason; the documents, tokens
+    and supervised tokens that it gives to an epoch, and its share of the tokens."""
 
 
 @dataclass(frozen=True)

@@ -120,6 +120,8 @@ def check_same_drafter(saved: Mapping[str, str], plan: Plan) -> None:
 def _trained_drafter_fingerprints(plan: Plan) -> dict[str, str]:
     drafter = plan.recipe.drafter
     parts = {"block size": drafter.block_size, "drafter": drafter.model_dump(mode="json")}
+    if plan.recipe.data.curriculum.epochs:
+        parts["curriculum"] = plan.recipe.data.curriculum.model_dump(mode="json")
     return {**{name: _digest(value) for name, value in parts.items()}, **_drafter_fingerprints(plan)}
 
 

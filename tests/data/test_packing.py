@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import numpy as np
@@ -9,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helixctl.data.packing import RowStream, epoch_order, pack
+from helixctl.data.packing import RowStream, epoch_order, length_order, pack
+from helixctl.recipe.schema import CurriculumOptions
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=200)
 
@@ -70,3 +72,38 @@ def test_threads_that_share_a_stream_see_the_same_rows() -> None:
 def test_an_empty_stream_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one document"):
         RowStream(np.zeros(0, np.int32), 8, seed=0, packing=True)
+
+
+@given(LENGTHS, st.floats(0, 1), st.integers(0, 5))
+def test_a_curriculum_keeps_every_document_and_moves_none_too_far(lengths: list[int], spread: float, seed: int) -> None:
+    order = epoch_order(seed, 0, len(lengths))
+    found = length_order(np.array(lengths), order, spread, np.random.default_rng(seed))
+    assert sorted(found) == list(range(len(lengths)))
+    assert found.tolist() == length_order(np.array(lengths), order, spread, np.random.default_rng(seed)).tolist()
+    by_length = np.sort(lengths)
+    lowest, highest = np.searchsorted(by_length, lengths), np.searchsorted(by_length, lengths, side="right") - 1
+    for before, after in itertools.pairwise(found):
+        assert (lowest[before] - highest[after]) / len(lengths) <= spread
+    if spread == 0:
+        assert [lengths[d] for d in found] == by_length.tolist()
+
+
+def test_a_curriculum_ends_after_its_epochs_and_is_a_function_of_seed_and_epoch() -> None:
+    lengths = np.random.default_rng(0).integers(5, 200, 400)
+    options = CurriculumOptions(epochs=2, spread=0.1)
+    streams = [RowStream(lengths, 256, seed=3, packing=False, curriculum=options) for _ in range(2)]
+    plain = RowStream(lengths, 256, seed=3, packing=False)
+    assert streams[0].rows(900, 1000) == streams[1].rows(0, 1600)[900:1000], "whatever was asked for before"
+    for epoch in range(4):
+        rows = [row.documents for row in streams[0].rows(400 * epoch, 400 * (epoch + 1))]
+        own = [int(lengths[document]) for row in rows for document in row]
+        assert (np.corrcoef(own, np.arange(400))[0, 1] > 0.9) == (epoch < 2)
+        assert (rows == [row.documents for row in plain.rows(400 * epoch, 400 * (epoch + 1))]) == (epoch >= 2)
+    assert streams[0].rows(0, 400) != streams[0].rows(400, 800)
+
+
+def test_rows_of_a_curriculum_are_nearly_as_full() -> None:
+    lengths = np.random.default_rng(0).integers(20, 600, 5000)
+    options = CurriculumOptions(epochs=1)
+    stream = RowStream(lengths, 2048, seed=0, packing=True, curriculum=options)
+    assert lengths.sum() / (stream.first_row(1) * 2048) > 0.9, "documents of one row are of like length"

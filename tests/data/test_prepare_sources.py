@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from helixctl.cli.tables import prepare_rows
 from helixctl.data.prepare import prepare
 from helixctl.errors import DataError
 from helixctl.recipe.schema import DrafterOptions, Recipe
@@ -55,6 +56,15 @@ def test_sources_are_accounted_for_apart_to_the_token(make_recipe: Callable[...,
     for total, one in (("documents", "documents"), ("tokens", "tokens"), ("supervised", "supervised")):
         assert getattr(splits["train"], total) == sum(getattr(source, one) for source in counts.values())
     assert splits["validation"].documents == sum(source.held_out for source in counts.values())
+    account = result.manifest.by_source
+    assert [round(one["share"], 6) for one in account.values()] == [
+        0.0,
+        *(round(m.share, 6) for m in result.manifest.mix),
+    ]
+    shown = prepare_rows(result)
+    assert shown["source chats"].startswith(f"100 read, {trained + counts['chats'].held_out} kept")
+    assert "10 empty" in shown["source chats"] and "(weight 1.5)" in shown["source chats"]
+    assert "documents an epoch" not in shown["source c.jsonl"]
     assert {prompt["source"] for prompt in result.store.prompts()} == {"chats", "b.jsonl", "c.jsonl"}
 
 
@@ -98,7 +108,7 @@ def test_documents_with_the_mask_token_are_dropped_and_many_are_an_error(
     assert result.dropped == {"mask_token": 1}
     assert result.examples["mask_token"][0].endswith("train.jsonl:151: 'Z' is token 33 of 35")
     recipe = make_recipe([*rows, *[chat("which?", "Z")] * 3]).model_copy(update={"drafter": options})
-    with pytest.raises(DataError, match=r"(?s)mask_token_id occurs in 3 of 153 documents.*mask_token: 3"):
+    with pytest.raises(DataError, match=r"(?s)train\.jsonl: drafter\.mask_token_id occurs in 3 of 153 .*mask_token: 3"):
         prepare(recipe)
     ends = options.model_copy(update={"mask_token_id": tokenizer.eos_token_id})
     with pytest.raises(DataError, match=r"drafter\.mask_token_id .* which ends answers"):

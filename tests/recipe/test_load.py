@@ -74,7 +74,7 @@ def test_paths_given_by_option_start_at_the_current_folder(recipe_file, tmp_path
 def test_a_dataset_is_a_hub_name_or_a_folder_in_place_of_a_path(recipe_file, tmp_path):
     train = "data.train=[{dataset: {name: owner/set, split: test}, format: text}]"
     source = load_recipe(recipe_file(), [train]).data.train[0]
-    assert source.path is None and source.label == source.place == "owner/set[test]"
+    assert (source.path, source.label, source.place) == (None, "set test", "owner/set[test]")
     (tmp_path / "owner/set").mkdir(parents=True)
     text = recipe_file().read_text().replace("path: a.jsonl", "dataset: {name: owner/set}")
     assert load_recipe(recipe_file(text)).data.train[0].place == f"{tmp_path}/owner/set[train]"
@@ -83,7 +83,9 @@ def test_a_dataset_is_a_hub_name_or_a_folder_in_place_of_a_path(recipe_file, tmp
 @pytest.mark.parametrize("train", ["[{format: text}]", "[{path: a, dataset: {name: b}}]"])
 def test_a_source_is_either_files_or_a_dataset(recipe_file, train):
     found = mistakes(recipe_file(), f"data.train={train}")
-    assert found["data.train.0"].message == "should have either `path` or `dataset`"
+    assert {key: problem.message for key, problem in found.items()} == {
+        "data.train.0": "should have either `path` or `dataset`"
+    }
 
 
 def test_a_model_that_exists_is_a_folder(recipe_file, tmp_path):
