@@ -14,21 +14,26 @@ from safetensors.torch import load_file
 from helixctl.checkpoint.card import Card, make_card, public_name
 from helixctl.checkpoint.export import ExportResult, check_replaceable, write_published
 from helixctl.checkpoint.header import WEIGHTS_FILE, read_config
-from helixctl.checkpoint.published import load_format, open_published
+from helixctl.checkpoint.published import default_format, load_format, open_published
 from helixctl.errors import CheckpointError, UsageError
 from helixctl.models.facts import TargetFacts
 from helixctl.plugins import DRAFTERS, load_plugin
 
 
 def convert(
-    source: Path, output_dir: Path, format_name: str, *, target: str | None = None, facts: TargetFacts | None = None
+    source: Path,
+    output_dir: Path,
+    format_name: str | None,
+    *,
+    target: str | None = None,
+    facts: TargetFacts | None = None,
 ) -> ExportResult:
     """Write the drafter in ``source`` to ``output_dir`` in another format, or in the same with our tensor names.
 
     Args:
         source: Folder of a published drafter.
         output_dir: Made if absent; an earlier export there is replaced.
-        format_name: One of the algorithm's formats.
+        format_name: One of the algorithm's formats; None takes its own.
         target: Hub name or folder of the target, where the source does not name it.
         facts: Of the target, where it is at hand.
 
@@ -42,6 +47,7 @@ def convert(
         raise UsageError(f"{source} would be written over itself", fix="name another folder")
     check_replaceable(output_dir)
     found = open_published(source)
+    format_name = format_name or default_format(found.algorithm)
     form = load_format(found.algorithm, format_name)
     drafter = _complete(found.describe(), target, facts)
     tensors = found.load_tensors()

@@ -74,6 +74,12 @@ def formats_of(algorithm: str) -> tuple[str, ...]:
     return plugin_names(_package(algorithm))
 
 
+def default_format(algorithm: str) -> str:
+    """The format that an algorithm's drafters are published in unless another is asked for."""
+    name: str = load_plugin(DRAFTERS, algorithm, "published").DEFAULT_FORMAT
+    return name
+
+
 def load_format(algorithm: str, name: str) -> ModuleType:
     """The module of one format.
 

@@ -17,9 +17,13 @@ from helixctl.errors import UsageError
 if TYPE_CHECKING:
     from helixctl.models.facts import TargetFacts
 
-DEFAULT_FORMAT = "zlab"
 FormatOption = Annotated[
-    str, typer.Option("--format", metavar="NAME", help="zlab (vLLM, SGLang, z-lab's own code) or speculators (vLLM).")
+    str | None,
+    typer.Option(
+        "--format",
+        metavar="NAME",
+        help="One of the algorithm's formats, such as zlab (vLLM, SGLang, z-lab's own code) or speculators (vLLM).",
+    ),
 ]
 TargetOption = Annotated[
     str | None, typer.Option("--target", metavar="MODEL", help="Folder or hub name of the drafter's target.")
@@ -32,7 +36,7 @@ class WhatToExport:
 
     set_: Overrides = None
     checkpoint: Checkpoint = None
-    format: FormatOption = DEFAULT_FORMAT
+    format: FormatOption = None
     output: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Where to write; a folder in run.dir if left out.")
     ] = None
@@ -97,7 +101,7 @@ def export(
 def convert(
     source: Annotated[Path, typer.Argument(metavar="DRAFTER", help="Folder of a published drafter, of any format.")],
     output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Folder to write.")],
-    format_: FormatOption = DEFAULT_FORMAT,
+    format_: FormatOption = None,
     target: TargetOption = None,
 ) -> None:
     """Write a published drafter in another format; its tensors stay as they are."""

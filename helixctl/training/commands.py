@@ -12,13 +12,12 @@ import torch
 import yaml
 
 from helixctl.checkpoint.export import (
-    DEFAULT_FORMAT,
     ExportResult,
     ExportSource,
     check_replaceable,
     export_drafter,
 )
-from helixctl.checkpoint.published import load_format
+from helixctl.checkpoint.published import default_format, load_format
 from helixctl.data.answers import check_writable
 from helixctl.data.prompts import read_prompts
 from helixctl.data.regenerate import RegenerateJob, RegenerateResult, regenerate
@@ -42,7 +41,8 @@ class ExportRequest:
     """A checkpoint of the run, or a published drafter; None takes the best of the run, else its newest."""
     output: Path | None = None
     """Folder of the export; None takes one in the run directory."""
-    format: str = DEFAULT_FORMAT
+    format: str | None = None
+    """None takes the algorithm's own."""
     base_model: str | None = None
     """Name that the target is published under, where the recipe names a folder."""
     license: str | None = None
@@ -58,8 +58,10 @@ def run_export(plan: Plan, request: ExportRequest | None = None) -> ExportResult
         UsageError: there is no such format.
     """
     request = request or ExportRequest()
-    load_format(plan.recipe.drafter.algorithm, request.format)
-    default = "export" if request.format == DEFAULT_FORMAT else f"export-{request.format}"
+    algorithm = plan.recipe.drafter.algorithm
+    form = request.format or default_format(algorithm)
+    load_format(algorithm, form)
+    default = "export" if form == default_format(algorithm) else f"export-{form}"
     destination = request.output or plan.recipe.run.dir / default
     check_replaceable(destination)
     path = choose_checkpoint(plan.recipe.run.dir, request.checkpoint)
@@ -71,7 +73,7 @@ def run_export(plan: Plan, request: ExportRequest | None = None) -> ExportResult
         target=request.base_model or plan.recipe.target.model,
         step=trained.step,
         metrics=_metrics(plan.recipe.run.dir, trained.step),
-        format=request.format,
+        format=form,
         license=request.license,
         recipe=_public_recipe(plan),
     )

@@ -14,17 +14,6 @@ from helixctl.errors import CheckpointError
 from helixctl.plan import Plan
 from helixctl.plugins import DRAFTERS, load_plugin
 
-_SIZES = (
-    "num_layers",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "intermediate_size",
-    "rope_theta",
-    "rms_norm_eps",
-    "taps",
-    "embedding_scale",
-)
 _TARGETS = ("hidden_size", "vocab_size")
 _FREE_AT_START = ("block_size", "mask_token_id")
 """What training may change; a drafter that is only measured keeps it."""
@@ -49,10 +38,10 @@ def open_for(plan: Plan, folder: Path, *, starts: bool) -> PublishedDrafter:
             f"{folder} is a drafter of {found.algorithm}, the recipe's of {drafter.algorithm}",
             fix=f"set drafter.algorithm: {found.algorithm}",
         )
-    describe = load_plugin(DRAFTERS, drafter.algorithm, "published").describe
+    part = load_plugin(DRAFTERS, drafter.algorithm, "published")
     theirs = asdict(found.describe())
-    ours = asdict(describe(drafter, plan.target, plan.target_layer_ids, None))
-    checked = (*_SIZES, *(() if starts else _FREE_AT_START))
+    ours = asdict(part.describe(drafter, plan.target, plan.target_layer_ids, None))
+    checked = (*part.SIZES, *(() if starts else _FREE_AT_START))
     wrong = [name for name in (*_TARGETS, *checked) if not _same(theirs[name], ours[name])]
     if wrong:
         listed = "; ".join(f"{name} is {theirs[name]}, the recipe's {ours[name]}" for name in wrong)

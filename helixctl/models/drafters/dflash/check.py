@@ -245,16 +245,13 @@ def _foreign_parts(seen: Seen) -> Iterator[Finding]:
         yield Finding("note", f"helixctl cannot run or train it: {part}")
 
 
+LAYER_RULES: tuple[Rule, ...] = (_sizes, _mask_token, _taps, _rope, _positions, _target)
+"""Those that hold for whatever predicts with these layers."""
 RULES: tuple[Rule, ...] = (
     _architecture,
-    _sizes,
+    *LAYER_RULES,
     _block_size,
-    _mask_token,
-    _taps,
-    _rope,
     _causality,
-    _positions,
-    _target,
     _scale,
     _verifier,
     _foreign_parts,

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from helixctl.errors import CheckpointError
+from helixctl.models.drafters._options import BlockOptions
+from helixctl.models.drafters._sizes import make_shape
 from helixctl.models.drafters.dflash.initial import copy_target_layers
-from helixctl.models.drafters.dflash.model import DFlashDraftModel
-from helixctl.models.drafters.dflash.options import Options, make_shape
+from helixctl.models.drafters.dflash.model import PLAIN, DFlashDraftModel, Variant
 from helixctl.models.drafters.dflash.policy import DFlashPolicy
 from helixctl.models.facts import TargetFacts
 from helixctl.models.shared import SharedWeights
@@ -19,22 +20,26 @@ INITIAL_STD = 0.02
 """Of every matrix, the projection of the taps included: the norm behind it takes out the taps' overall scale."""
 
 
-def build(options: Options, facts: TargetFacts, taps: Sequence[int], seed: int) -> DFlashDraftModel:
-    """A new drafter on the CPU, float32: matrices normal with std 0.02, norms 1. A pure function of its arguments.
+def build(
+    options: BlockOptions, facts: TargetFacts, taps: Sequence[int], seed: int, variant: Variant = PLAIN
+) -> DFlashDraftModel:
+    """A new drafter on the CPU, float32: matrices normal with std 0.02, norms 1, biases 0. A pure function.
+
+    Other algorithms call it with their ``variant``.
 
     Raises:
         ModelError: sizes that do not fit together.
     """
     with torch.device("meta"):
-        model = DFlashDraftModel(options, make_shape(options, facts, len(taps)), seed)
+        model = DFlashDraftModel(options, make_shape(options, facts, len(taps)), seed, variant)
     model.to_empty(device="cpu")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0.0, INITIAL_STD, generator=generator)
             else:
-                parameter.fill_(1.0)
+                parameter.fill_(0.0 if name.endswith(".bias") else 1.0)
     return model
 
 

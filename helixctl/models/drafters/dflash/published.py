@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from helixctl.models.drafters.dflash.options import Options, make_shape
+from helixctl.models.drafters._options import BlockOptions
+from helixctl.models.drafters._sizes import make_shape
+from helixctl.models.drafters.dflash.options import Options
 from helixctl.models.facts import TargetFacts
 
 _RENAMED = {"context_proj.": "fc.", "context_norm.": "hidden_norm.", "final_norm.": "norm."}
@@ -48,13 +50,31 @@ class Published:
     target: str | None = None
     """Hub name or folder of the target."""
     target_architectures: tuple[str, ...] = ()
+    causal: bool = False
+    """Slots of a block do not see later ones."""
+    markov_rank: int | None = None
+    """Of a head that adds to the logits by the token before; None: there is none."""
 
 
+DEFAULT_FORMAT = "zlab"
+"""What ``export`` writes unless told otherwise."""
+SIZES = (
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "intermediate_size",
+    "rope_theta",
+    "rms_norm_eps",
+    "taps",
+    "embedding_scale",
+)
+"""What has to agree between a published drafter and a recipe."""
 OPTION_OF = {"taps": "target_layer_ids", "embedding_scale": "scale_embeddings"}
 """Options that are called otherwise than the field that they decide."""
 
 
-def describe(options: Options, facts: TargetFacts, taps: Sequence[int], target: str | None) -> Published:
+def describe(options: BlockOptions, facts: TargetFacts, taps: Sequence[int], target: str | None) -> Published:
     """The drafter that ``options`` make for a target.
 
     Raises:
@@ -88,19 +108,24 @@ def describe(options: Options, facts: TargetFacts, taps: Sequence[int], target: 
 
 def options_of(drafter: Published) -> Options:
     """The recipe's ``drafter`` section that builds it, every size written out."""
-    return Options(
-        num_layers=drafter.num_layers,
-        target_layer_ids=drafter.taps,
-        block_size=drafter.block_size,
-        mask_token_id=drafter.mask_token_id,
-        num_heads=drafter.num_heads,
-        num_kv_heads=drafter.num_kv_heads,
-        head_dim=drafter.head_dim,
-        intermediate_size=drafter.intermediate_size,
-        rope_theta=drafter.rope_theta,
-        rms_norm_eps=drafter.rms_norm_eps,
-        scale_embeddings=drafter.embedding_scale != 1.0,
-    )
+    return Options.model_validate(option_values(drafter))
+
+
+def option_values(drafter: Published) -> dict[str, Any]:
+    """The same for the options of any algorithm with these layers."""
+    return {
+        "num_layers": drafter.num_layers,
+        "target_layer_ids": drafter.taps,
+        "block_size": drafter.block_size,
+        "mask_token_id": drafter.mask_token_id,
+        "num_heads": drafter.num_heads,
+        "num_kv_heads": drafter.num_kv_heads,
+        "head_dim": drafter.head_dim,
+        "intermediate_size": drafter.intermediate_size,
+        "rope_theta": drafter.rope_theta,
+        "rms_norm_eps": drafter.rms_norm_eps,
+        "scale_embeddings": drafter.embedding_scale != 1.0,
+    }
 
 
 def served_positions(facts: TargetFacts) -> int:

@@ -49,7 +49,7 @@ def largest_difference(
         tensors: Read from the exported model.safetensors.
     """
     assert isinstance(model, DFlashDraftModel)
-    probe = _make_probe(config, facts.vocab_size)
+    probe = make_probe(config, facts.vocab_size)
     shared = SharedWeights(probe.embedding, probe.head, None, facts.embedding_scale, facts.logit_softcap, nn.Identity())
     return _difference(_policy_logits(model, shared, probe), _probe_logits(config, tensors, probe))
 
@@ -60,12 +60,12 @@ def published_difference(
     """Compare a published drafter with what was written of it (a flat config.json); 0.0 where they are the same."""
     drafter, tensors = source
     config = zlab.write(replace(drafter, num_target_layers=0))  # which it does not compute with
-    probe = _make_probe(config, drafter.vocab_size)
+    probe = make_probe(config, drafter.vocab_size)
     return _difference(_probe_logits(config, tensors, probe), _probe_logits(*written, probe))
 
 
 @dataclass(frozen=True)
-class _Probe:
+class Probe:
     """A random context and the target's tables, for any drafter of these sizes."""
 
     features: list[Tensor]  # K x [T, H]
@@ -74,7 +74,8 @@ class _Probe:
     anchor_id: int
 
 
-def _make_probe(config: Mapping[str, Any], vocab_size: int) -> _Probe:
+def make_probe(config: Mapping[str, Any], vocab_size: int) -> Probe:
+    """A probe for a drafter with this flat configuration."""
     generator = torch.Generator().manual_seed(0)
     width, section = int(config["hidden_size"]), config["dflash_config"]
     num_taps, mask_id = len(section["target_layer_ids"]), int(section["mask_token_id"])
@@ -84,10 +85,10 @@ def _make_probe(config: Mapping[str, Any], vocab_size: int) -> _Probe:
     embedding = torch.zeros(vocab_size, width)  # untouched rows take no memory
     embedding[[anchor_id, mask_id]] = torch.randn(2, width, generator=generator)
     head = torch.randn(min(NUM_CLASSES, vocab_size), width, generator=generator)
-    return _Probe(features, embedding, head, anchor_id)
+    return Probe(features, embedding, head, anchor_id)
 
 
-def _probe_logits(config: Mapping[str, Any], tensors: Mapping[str, Tensor], probe: _Probe) -> Tensor:
+def _probe_logits(config: Mapping[str, Any], tensors: Mapping[str, Tensor], probe: Probe) -> Tensor:
     section = config["dflash_config"]
     ids = [probe.anchor_id] + [int(section["mask_token_id"])] * (int(section["block_size"]) - 1)
     return block_logits(config, tensors, torch.cat(probe.features, dim=-1), probe.embedding[ids], probe.head)
@@ -109,6 +110,13 @@ def block_logits(
         block: [B, H] raw embeddings of the anchor and the mask tokens.
         head: [V, H] of the target.
     """
+    logits = block_states(config, tensors, features, block)[1:] @ head.float().T
+    softcap = config["dflash_config"].get("final_logit_softcapping")
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+def block_states(config: Mapping[str, Any], tensors: Mapping[str, Tensor], features: Tensor, block: Tensor) -> Tensor:
+    """Normed states [B, H] of all slots; arguments as for ``block_logits``."""
     weights = {name: tensor.float() for name, tensor in tensors.items()}
     eps, section = float(config["rms_norm_eps"]), config["dflash_config"]
     context = _norm(features @ weights["fc.weight"].T, weights["hidden_norm.weight"], eps)
@@ -121,15 +129,13 @@ def block_logits(
         x = _norm(h, own["post_attention_layernorm.weight"], eps)
         gate, up = x @ own["mlp.gate_proj.weight"].T, x @ own["mlp.up_proj.weight"].T
         h = h + (gate * torch.sigmoid(gate) * up) @ own["mlp.down_proj.weight"].T
-    logits = _norm(h, weights["norm.weight"], eps)[1:] @ head.float().T
-    softcap = section.get("final_logit_softcapping")
-    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+    return _norm(h, weights["norm.weight"], eps)
 
 
 def _attend(
     config: Mapping[str, Any], weights: Mapping[str, Tensor], context: Tensor, x: Tensor, angles: Tensor
 ) -> Tensor:
-    """Attention of the block [B, H] over context and block, every key visible."""
+    """Attention of the block [B, H] over context and block; a causal block's slots do not see later ones."""
     dim, eps = int(config["head_dim"]), float(config["rms_norm_eps"])
     both = torch.cat((context, x))  # [T+B, H]
     q = (x @ weights["self_attn.q_proj.weight"].T).view(len(x), -1, dim)
@@ -140,6 +146,9 @@ def _attend(
     repeat = int(config["num_attention_heads"]) // int(config["num_key_value_heads"])
     k, v = (t.repeat_interleave(repeat, dim=1) for t in (k, v))  # [T+B, heads, D]
     scores = torch.einsum("qhd,khd->hqk", q, k) * dim**-0.5
+    if config["dflash_config"].get("causal"):
+        later = torch.arange(len(both)) > torch.arange(len(context), len(both))[:, None]
+        scores = scores.masked_fill(later, float("-inf"))
     mixed = torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), v).flatten(1)  # [B, heads*D]
     return mixed @ weights["self_attn.o_proj.weight"].T
 
@@ -162,7 +171,7 @@ def _turn(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def _policy_logits(model: DFlashDraftModel, shared: SharedWeights, probe: _Probe) -> Tensor:
+def _policy_logits(model: DFlashDraftModel, shared: SharedWeights, probe: Probe) -> Tensor:
     """The same logits from the drafter itself, as decoding computes them."""
     policy = DFlashPolicy(model, shared)
     length = len(probe.features[0])

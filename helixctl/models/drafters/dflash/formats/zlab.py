@@ -28,8 +28,8 @@ NEEDED = (
 
 
 def matches(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of this format."""
-    return SECTION in config and "speculators_model_type" not in config
+    """Whether a config.json is of this format, and of blocks that see both ways."""
+    return SECTION in config and "speculators_model_type" not in config and not is_causal(config)
 
 
 def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,8 +37,12 @@ def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
     return dict(config)
 
 
-def read(config: Mapping[str, Any]) -> Published:
+def read(config: Mapping[str, Any], *, causal: bool = False) -> Published:
     """What the configuration says.
+
+    Args:
+        config: The content of config.json.
+        causal: Whether its blocks have to be.
 
     Raises:
         CheckpointError: keys are missing, or it describes a drafter that helixctl cannot compute; names all of them.
@@ -48,6 +52,8 @@ def read(config: Mapping[str, Any]) -> Published:
     wrong += ["rope_theta is missing"] if rope(config).get("rope_theta") is None else []
     wrong += ["target_layer_ids and num_target_layers are missing"] if taps_of(config) is None else []
     wrong += unsupported(config)
+    if is_causal(config) != causal:
+        wrong.append("its blocks are not causal" if causal else "its blocks are causal")
     if wrong:
         raise CheckpointError(f"this drafter cannot be used: {'; '.join(wrong)}", fix="see `helixctl export --check`")
     heads = int(config["num_attention_heads"])
@@ -71,6 +77,7 @@ def read(config: Mapping[str, Any]) -> Published:
         bos_token_id=_first(config.get("bos_token_id")),
         eos_token_id=_first(config.get("eos_token_id")),
         pad_token_id=_first(config.get("pad_token_id")),
+        causal=is_causal(config),
     )
 
 
@@ -91,7 +98,7 @@ def write(drafter: Published) -> dict[str, Any]:
         SECTION: _section(drafter),
         "num_target_layers": drafter.num_target_layers,
         **decoder_keys(drafter),
-        "is_causal": False,
+        "is_causal": drafter.causal,
         "tie_word_embeddings": False,
     }
 
@@ -141,6 +148,11 @@ def rope(config: Mapping[str, Any]) -> dict[str, Any]:
     return parameters
 
 
+def is_causal(config: Mapping[str, Any]) -> bool:
+    """Whether slots of a block do not see later ones."""
+    return bool(value(config, "causal") or config.get("is_causal"))
+
+
 def taps_of(config: Mapping[str, Any]) -> tuple[int, ...] | None:
     """The tapped layers, by the authors' formula where they are not written; None where neither is known."""
     ids = value(config, "target_layer_ids")
@@ -163,7 +175,6 @@ def unsupported(config: Mapping[str, Any]) -> list[str]:
     activation = config.get("hidden_act") or "silu"
     reduced = config.get("draft_vocab_size") or config.get("vocab_size")
     found = {
-        "its blocks are causal": value(config, "causal") or config.get("is_causal"),
         "it has sliding windows": "sliding_attention" in (config.get("layer_types") or ()),
         f"its rotary positions are scaled ({kind})": kind != "default",
         "its projections have biases": config.get("attention_bias"),
@@ -181,7 +192,7 @@ def _section(drafter: Published) -> dict[str, Any]:
         "block_size": drafter.block_size,
         "mask_token_id": drafter.mask_token_id,
         "target_layer_ids": list(drafter.taps),
-        "causal": False,
+        "causal": drafter.causal,
     }
     if drafter.embedding_scale != 1.0:
         section["input_embedding_scale"] = drafter.embedding_scale

@@ -1,0 +1,1 @@
+"""Formats that DSpark drafters are published in."""

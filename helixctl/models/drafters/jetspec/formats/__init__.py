@@ -1,0 +1,1 @@
+"""Formats that JetSpec drafters are published in."""
