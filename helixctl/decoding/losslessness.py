@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from typing import Literal
 
 import torch
@@ -83,11 +82,12 @@ def compare_greedy(plain: Sequence[Decoded], speculative: Sequence[Decoded], noi
 def measure_noise(target: DecodeTarget, answers: Sequence[Decoded], block_size: int, *, max_tokens: int = 128) -> float:
     """How much rounding can change the gap between two logits of `target`, measured on prompts and their answers.
 
-    The same tokens go through the target one by one and in blocks of `block_size`, all answers together and the first
-    one also alone: a batch shrinks as its rows finish, and the products of a single row are those that round
-    differently. Each way has its own cache, so the noise of cached keys and values is included. The noise is the
-    largest change, between any two ways, of the gap between a token's two best logits. (Over the whole vocabulary
-    gaps change several times as much; that would excuse almost anything.)
+    The same tokens go through the target one by one and in blocks of `block_size`, all answers together and every one
+    alone: which prompts are prefilled together and how many rows are left differs between two decodes of the same
+    prompts, and the products of few rows are those that round differently. Each way has its own cache, so the noise of
+    cached keys and values is included. The noise is the largest change, between any two ways, of the gap between a
+    token's two best logits. (Over the whole vocabulary gaps change several times as much; that would excuse almost
+    anything.)
 
     Args:
         target: the model, in the dtype that is judged.
@@ -98,18 +98,14 @@ def measure_noise(target: DecodeTarget, answers: Sequence[Decoded], block_size: 
     if not answers:
         return 0.0
     rows = _Rows(answers, block_size, max_tokens, target.device)
-    ways = [_Way(target, rows, num_rows, step) for num_rows in {len(answers), 1} for step in (1, block_size)]
-    noise = 0.0
+    together = list(range(len(answers)))
+    ways = [_Way(target, rows, together, 1), _Way(target, rows, together, block_size)]
+    if len(answers) > 1:
+        ways += [_Way(target, rows, [0], 1), *(_Way(target, rows, [place], block_size) for place in together)]
+    noise = _largest_change(ways, [way.first for way in ways], rows.counts[:, None] > 0)
     for start in range(0, rows.tokens.shape[1], block_size):
         counted = start + torch.arange(block_size, device=target.device) < rows.counts[:, None]  # [R, B]
-        logits = [way.logits(start) for way in ways]  # each [R or 1, T, V]
-        best = max(logits, key=len).topk(2, dim=-1).indices  # [R, T, 2]
-        logits = [x.gather(-1, best[: len(x)]).float() for x in logits]
-        for one, other in combinations(logits, 2):
-            num_rows = min(len(one), len(other))
-            delta = one[:num_rows] - other[:num_rows]
-            spread = (delta.amax(-1) - delta.amin(-1))[counted[:num_rows, : delta.shape[1]]]
-            noise = max(noise, spread.max().item() if len(spread) else 0.0)  # a measurement: it may synchronise
+        noise = max(noise, _largest_change(ways, [way.logits(start) for way in ways], counted))
     return noise
 
 
@@ -117,6 +113,7 @@ class _Rows:
     """Prompts and answers as tensors padded on the right, and how long they are."""
 
     def __init__(self, answers: Sequence[Decoded], block_size: int, max_tokens: int, device: torch.device) -> None:
+        self.widths = [len(answer.prompt_ids) for answer in answers]
         self.prompts, self.lengths = padded_rows([answer.prompt_ids for answer in answers], device)
         self.tokens, self.counts = padded_rows([answer.tokens[:max_tokens] for answer in answers], device)
         self.max_len = self.prompts.shape[1] + self.tokens.shape[1] + block_size
@@ -124,28 +121,47 @@ class _Rows:
 
 
 class _Way:
-    """The first `num_rows` rows on their way through the target, `step` tokens per forward."""
+    """Some rows on their way through the target, `step` tokens per forward."""
 
-    def __init__(self, target: DecodeTarget, rows: _Rows, num_rows: int, step: int) -> None:
+    def __init__(self, target: DecodeTarget, rows: _Rows, places: list[int], step: int) -> None:
         self._target = target
         self._rows = rows
-        self._num_rows = num_rows
         self._step = step
-        self._cache = target.new_cache(num_rows, rows.max_len)
-        prompts = rows.prompts[:num_rows]
+        self.places = torch.tensor(places, device=target.device)
+        self._cache = target.new_cache(len(places), rows.max_len)
+        prompts = rows.prompts[self.places, : max(rows.widths[place] for place in places)]
         positions = torch.arange(prompts.shape[1], device=target.device).expand_as(prompts)
-        target.decode_step(prompts, positions, self._cache, logits_at=rows.lengths[:num_rows] - 1)
+        self.first, _ = target.decode_step(
+            prompts, positions, self._cache, logits_at=rows.lengths[self.places] - 1
+        )  # [rows, 1, V]
 
     def logits(self, start: int) -> Tensor:
-        """Logits [num_rows, T, V] of the block of answer tokens from `start` on; blocks must be asked for in order."""
+        """Logits [rows, T, V] of the block of answer tokens from `start` on; blocks must be asked for in order."""
         rows, parts = self._rows, []
         end = min(start + rows.block_size, rows.tokens.shape[1])
         for first in range(start, end, self._step):
             columns = torch.arange(first, min(first + self._step, end), device=self._target.device)
-            input_ids = rows.tokens[: self._num_rows, columns]
-            positions = rows.lengths[: self._num_rows, None] + columns
+            input_ids = rows.tokens[self.places][:, columns]
+            positions = rows.lengths[self.places, None] + columns
             parts.append(self._target.decode_step(input_ids, positions, self._cache)[0])
         return torch.cat(parts, dim=1)
+
+
+def _largest_change(ways: Sequence[_Way], logits: Sequence[Tensor], counted: Tensor) -> float:
+    """Largest difference, between any two ways, of the gap of a token's two best logits; `counted` [R, >= T] bool.
+
+    The first way has all rows, and says which two logits are the best.
+    """
+    best = logits[0].topk(2, dim=-1).indices  # [R, T, 2]
+    low = torch.full(best.shape[:2], float("inf"), device=best.device)
+    high = -low
+    for way, found in zip(ways, logits, strict=True):
+        pair = found.gather(-1, best[way.places]).float()
+        gap = pair[..., 0] - pair[..., 1]
+        low[way.places] = torch.minimum(low[way.places], gap)
+        high[way.places] = torch.maximum(high[way.places], gap)
+    change = (high - low)[counted[:, : best.shape[1]]]
+    return change.max().item() if len(change) else 0.0  # a measurement: it may synchronise
 
 
 def _first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:

@@ -50,8 +50,8 @@ Document = tuple[list[int], list[bool]]
 SPEED_PROMPTS = 3
 SPEED_NEW_TOKENS = 64
 """What the speed is measured on, one prompt after the other."""
-NOISE_ANSWERS = 4
-"""Answers on which rounding is measured: one after the other, a token at a time, so few."""
+NOISE_ANSWERS = 8
+"""Answers on which rounding is measured, those that differ first: each also alone, so few."""
 
 
 @dataclass(frozen=True)
@@ -134,11 +134,13 @@ class Validator:
         if any(one.tokens != other.tokens for one, other in zip(answers, drafted, strict=True)):
             answers = decode_plain(target, prompts, replace(options, record_margins=True))
             block_size = options.block_size or self.plan.recipe.drafter.block_size
-            noise = measure_noise(target, answers[:NOISE_ANSWERS], block_size)
+            parted = [difference.prompt for difference in compare_greedy(answers, drafted, 0.0).differences]
+            judged = [*parted, *(place for place in range(len(prompts)) if place not in parted)][:NOISE_ANSWERS]
+            noise = measure_noise(target, [answers[place] for place in judged], block_size)
         found = compare_greedy(answers, drafted, noise or 0.0)
         check = GreedyCheck(_name(target), len(prompts), found.identical, found.near_ties, found.different, noise)
-        parted = {difference.prompt for difference in found.differences}
-        return Compared(check, tuple(index not in parted for index in range(len(prompts))))
+        differing = {difference.prompt for difference in found.differences}
+        return Compared(check, tuple(index not in differing for index in range(len(prompts))))
 
     def speed(self, target: Target, prompts: Sequence[Ids], options: DecodeOptions) -> tuple[float, float]:
         """Tokens per second without and with the drafter, a few prompts one after the other.

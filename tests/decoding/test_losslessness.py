@@ -90,6 +90,20 @@ def test_noise_of_a_row_alone_counts():
     assert measure_noise(NoisyAlone(), answers(), 3) == pytest.approx(0.75)
 
 
+def test_noise_of_the_prefill_and_of_every_row_alone_counts():
+    """Two decodes of the same prompts need not prefill the same ones together."""
+
+    class NoisyPrefill(FakeTarget):
+        def decode_step(self, input_ids, positions, cache, logits_at=None):
+            logits, features = super().decode_step(input_ids, positions, cache, logits_at)
+            if logits_at is not None and input_ids.tolist() == [last]:
+                logits += 0.5 * logits
+            return logits, features
+
+    last = list(answers()[-1].prompt_ids)
+    assert measure_noise(NoisyPrefill(), answers(), 3) == pytest.approx(0.5)
+
+
 def test_noise_ignores_what_lies_beyond_an_answer():
     class NoisyLate(NoisyTarget):
         def decode_step(self, input_ids, positions, cache, logits_at=None):
