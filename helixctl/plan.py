@@ -288,6 +288,7 @@ def _count_data(recipe: Recipe, packing: bool) -> DataCounts | None:
         num_anchors=drafter.num_anchors,
         block_size=drafter.block_size,
         mask_token_id=drafter.mask_token_id,
+        anchors_per_document=drafter.anchors_per_document,
         curriculum=recipe.data.curriculum,
     )
     return count_data(recipe.data.store, options)

@@ -28,16 +28,33 @@ def first_anchor(loss_mask: BoolArray) -> int:
 
 
 def draw_anchors(
-    loss_mask: BoolArray, document_ids: NDArray[np.integer], num_anchors: int, rng: np.random.Generator
+    loss_mask: BoolArray,
+    document_ids: NDArray[np.integer],
+    num_anchors: int,
+    rng: np.random.Generator,
+    per_document: int | None = None,
 ) -> tuple[NDArray[np.int64], BoolArray]:
     """Draw ``num_anchors`` of a row's eligible positions, uniformly and without replacement.
+
+    With ``per_document`` only so many of each document's positions, drawn alike, are eligible.
 
     Returns:
         anchors int64 [A], sorted, 0 where unused; valid bool [A], the used ones first.
     """
     candidates = np.flatnonzero(eligible_anchors(loss_mask, document_ids))
+    if per_document is not None:
+        candidates = _some_of_each(candidates, document_ids[candidates], per_document, rng)
     if candidates.size > num_anchors:
         candidates = np.sort(rng.choice(candidates, num_anchors, replace=False, shuffle=False))
     anchors = np.zeros(num_anchors, dtype=np.int64)
     anchors[: candidates.size] = candidates
     return anchors, np.arange(num_anchors) < candidates.size
+
+
+def _some_of_each(
+    candidates: NDArray[np.intp], documents: NDArray[np.integer], count: int, rng: np.random.Generator
+) -> NDArray[np.intp]:
+    """At most ``count`` of the ``candidates`` of each document, in order; ``documents`` are theirs, ascending."""
+    order = np.lexsort((rng.random(candidates.size), documents))
+    first = np.searchsorted(documents, documents)  # where each one's document begins among them
+    return np.sort(candidates[order[np.arange(candidates.size) - first < count]])

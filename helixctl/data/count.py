@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from helixctl.data.packing import NO_CURRICULUM, Row, RowStream, pack
 from helixctl.data.store import MixLine, Split, Store, is_store
@@ -27,6 +28,7 @@ class CountOptions:
     block_size: int
     mask_token_id: int
     curriculum: CurriculumOptions = NO_CURRICULUM
+    anchors_per_document: int | None = None
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def count_data(path: Path, options: CountOptions) -> DataCounts | None:
         validation_rows=len(held_out_rows),
         tokens_per_row=num_tokens / max(1, len(rows)),
         supervised_share=float(supervised.sum()) / max(1, num_tokens),
-        anchor_coverage=_anchor_coverage((int(supervised[list(row)].sum()) for row in rows), options),
+        anchor_coverage=_anchor_coverage([supervised[list(row)] for row in rows], options),
         left_out=train.num_documents - int(documents.size),
         truncated=train.num_truncated(options.seq_len),
         tokenizer_length=store.manifest.tokenizer.vocab_size,
@@ -96,17 +98,19 @@ def count_data(path: Path, options: CountOptions) -> DataCounts | None:
     )
 
 
-def _anchor_coverage(supervised_of_rows: Iterable[int], options: CountOptions) -> float:
+def _anchor_coverage(rows: Sequence[NDArray[np.int64]], options: CountOptions) -> float:
     """A token is missed when none of the `block_size - 1` positions before it is drawn.
 
-    With A anchors over E eligible positions each is drawn with probability A / E; E is close to the row's
-    supervised tokens.
+    With A anchors over E eligible positions each is drawn with probability A / E; E is close to the supervised tokens,
+    which `rows` holds by document.
     """
-    eligible = np.fromiter(supervised_of_rows, np.float64)
-    if eligible.size == 0:
-        return 0.0
-    missed = np.maximum(0.0, 1.0 - options.num_anchors / np.maximum(eligible, 1.0)) ** (options.block_size - 1)
-    return float(((1.0 - missed) * eligible).sum() / max(1.0, eligible.sum()))
+    missed = total = 0.0
+    for eligible in rows:
+        allowed = eligible if options.anchors_per_document is None else eligible.clip(max=options.anchors_per_document)
+        drawn = allowed / np.maximum(eligible, 1) * min(1.0, options.num_anchors / max(1, int(allowed.sum())))
+        missed += float(((1.0 - drawn) ** (options.block_size - 1) * eligible).sum())
+        total += float(eligible.sum())
+    return 1.0 - missed / total if total else 0.0
 
 
 def _contains(split: Split, token: int) -> bool:

@@ -37,6 +37,8 @@ class LoaderOptions:
     """Rows per micro-batch."""
     num_anchors: int
     """Anchor slots per row."""
+    anchors_per_document: int | None = None
+    """At most so many of a training document."""
     packing: bool = True
     """Several documents per row; off: one, for targets that cannot keep documents apart."""
     pad_id: int = 0
@@ -129,7 +131,8 @@ class BatchLoader:
         spans = tuple(self._fill(arrays, i, source, row) for i, row in enumerate(rows))
         for i, row in enumerate(rows):
             rng = np.random.default_rng([self.options.seed, key, row.epoch, row.place])
-            drawn = draw_anchors(arrays.loss_mask[i], arrays.document_ids[i], self.options.num_anchors, rng)
+            most = self.options.anchors_per_document if role == "train" else None  # passes stay comparable
+            drawn = draw_anchors(arrays.loss_mask[i], arrays.document_ids[i], self.options.num_anchors, rng, most)
             arrays.anchors[i], arrays.anchor_valid[i] = drawn
         return MicroBatch(
             seq=seq,

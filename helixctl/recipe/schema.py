@@ -370,6 +370,8 @@ class DrafterOptions(Section):
     """Tokens drafted per block, the anchor included."""
     num_anchors: PositiveInt = 512
     """Blocks per row."""
+    anchors_per_document: PositiveInt | None = None
+    """At most so many of them in one document, in training; null: as many as the row has room for."""
     mask_token_id: NonNegativeInt
     """Fills the rest of a block: a row of the embedding that never occurs in text; not eos, not pad."""
     init_from: Path | None = None

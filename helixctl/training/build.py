@@ -288,6 +288,7 @@ def make_loader(plan: Plan, store: Store, sequence: Sequence) -> BatchLoader:
         seq_len=recipe.data.seq_len,
         rows=recipe.train.micro_batch_rows,
         num_anchors=recipe.drafter.num_anchors,
+        anchors_per_document=recipe.drafter.anchors_per_document,
         packing=plan.packing,
         pad_id=plan.target.pad_token_ids[0] if plan.target.pad_token_ids else 0,
         curriculum=recipe.data.curriculum,

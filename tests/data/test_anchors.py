@@ -42,6 +42,31 @@ def test_first_anchor_equals_the_first_eligible_position(mask: list[bool]) -> No
     assert first_anchor(np.array(mask, dtype=np.bool_)) == (expected[0] if expected else -1)
 
 
+@given(ROWS, st.integers(1, 20), st.integers(1, 4), st.integers(0, 5))
+def test_no_document_has_more_anchors_than_allowed(
+    row: list[tuple[bool, int]], num_anchors: int, most: int, seed: int
+) -> None:
+    mask, documents = [m for m, _ in row], sorted((d for _, d in row), key=lambda d: (d < 0, d))
+    expected = slow_eligible(mask, documents)
+    allowed = {d: min(most, sum(documents[i] == d for i in expected)) for d in (0, 1)}
+    rng = np.random.default_rng(seed)
+    anchors, valid = draw_anchors(np.array(mask), np.array(documents), num_anchors, rng, most)
+    drawn = anchors[valid].tolist()
+    assert drawn == sorted(set(drawn)) and set(drawn) <= set(expected)
+    assert len(drawn) == min(num_anchors, sum(allowed.values()))
+    assert all(sum(documents[i] == d for i in drawn) <= allowed[d] for d in (0, 1))
+
+
+def test_positions_of_a_document_are_equally_likely_under_a_limit() -> None:
+    rng = np.random.default_rng(0)
+    mask, documents = np.ones(30, np.bool_), np.repeat([0, 1], [10, 20])
+    counts = np.zeros(30)
+    for _ in range(2000):
+        counts[draw_anchors(mask, documents, 8, rng, 3)[0][:6]] += 1
+    assert counts[9] == counts[29] == 0
+    assert np.abs(counts[:9] / 2000 - 3 / 9).max() < 0.05 and np.abs(counts[10:29] / 2000 - 3 / 19).max() < 0.05
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_every_eligible_position_is_equally_likely(seed: int) -> None:
     rng = np.random.default_rng(seed)

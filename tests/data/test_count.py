@@ -24,8 +24,8 @@ def store(tmp_path_factory):
     return write_store(tmp_path_factory.mktemp("count") / "s", lengths, [9, 12, 30, 17, 4, 40])
 
 
-def loader(store: Store) -> BatchLoader:
-    options = LoaderOptions(seed=3, seq_len=32, rows=1, num_anchors=4)
+def loader(store: Store, most: int | None = None) -> BatchLoader:
+    options = LoaderOptions(seed=3, seq_len=32, rows=1, num_anchors=4, anchors_per_document=most)
     return BatchLoader(store.split("train"), store.split("validation"), SEQUENCE, options)
 
 
@@ -39,8 +39,9 @@ def test_rows_are_the_loaders(store):
     assert counts.truncated == int((store.split("train").lengths > 32).sum())
 
 
-def test_shares_are_those_of_real_batches(store):
-    counts, reader = count_data(store.path, OPTIONS), loader(store)
+@pytest.mark.parametrize("most", [None, 1])
+def test_shares_are_those_of_real_batches(store, most):
+    counts, reader = count_data(store.path, replace(OPTIONS, anchors_per_document=most)), loader(store, most)
     assert counts is not None
     tokens = supervised = covered = rows = 0
     for seq in range(SEQUENCE.total):

@@ -158,3 +158,18 @@ def test_nothing_to_train_on_is_an_error_before_the_run(store: Store, tmp_path: 
     with pytest.raises(DataError, match="no held-out documents"):
         BatchLoader(bare.split("train"), None, SEQUENCE, OPTIONS)
     assert loader(bare, sequence=Sequence(1, 4)).batch(3).epoch == 6
+
+
+def test_a_limit_per_document_holds_in_training_and_leaves_validation_alone(store: Store) -> None:
+    plain, limited = loader(store), loader(store, replace(OPTIONS, anchors_per_document=1))
+    fewer = 0
+    for seq in range(SEQUENCE.total):
+        before, after = plain.batch(seq), limited.batch(seq)
+        if before.role == "validation":
+            assert torch.equal(before.anchors, after.anchors)
+            continue
+        fewer += int(before.anchor_valid.sum() - after.anchor_valid.sum())
+        for anchors, valid, spans in zip(after.anchors, after.anchor_valid, after.spans, strict=True):
+            drawn = anchors[valid].tolist()
+            assert all(sum(start <= a < end for a in drawn) <= 1 for start, end in spans)
+    assert fewer > 0

@@ -194,7 +194,7 @@ def _logits(job: _Job, kept: _Gradients, part: slice) -> tuple[Tensor, Tensor | 
     """Raw products [c, C] of the drafter and of the target."""
     own = kept.hidden[part] @ kept.weight.t()
     if kept.left is not None and kept.right is not None:
-        own = own + kept.left[part] @ kept.right.t()
+        own.addmm_(kept.left[part], kept.right.t())
     if job.teacher is None:
         return own, None
     return own, job.teacher.states[job.teacher.rows[part]] @ kept.weight.t()
