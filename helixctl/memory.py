@@ -13,13 +13,18 @@ from helixctl.errors import Problem
 from helixctl.machine import Machine
 from helixctl.models.drafters._memory import StepBytes
 from helixctl.models.facts import DTYPE_BYTES, TargetFacts, target_parameters
+from helixctl.recipe.schema import ValidationOptions
 
 CUDA_LINE = "CUDA context and workspace"
 """The line that torch's own count of allocated bytes does not hold."""
 _CUDA_CONTEXT_BYTES = 1 << 30
 """Driver context, libraries' workspaces and the allocator's slack."""
-_PROCESS_BYTES = 370 << 20
-"""Python, torch and transformers on a CPU, measured after a run of a tiny target."""
+_PROCESS_BYTES = 400 << 20
+"""Python, torch, transformers and what their kernels keep on a CPU, measured after runs of tiny and small targets."""
+_CPU_CHUNK_ROWS = 512
+"""Slots whose logits validation computes at once on a CPU."""
+_LIVE_PROMPTS, _LIVE_TOKENS = 8, 48
+"""Most prompts, and tokens of an answer, of live decoding during training."""
 _TIGHT = 0.95
 _TOO_MUCH = 1.1
 """A run is refused when it needs this share of a device: estimates were up to a tenth off."""
@@ -66,6 +71,8 @@ class Load:
     """Of one drafter's micro-batch, by device."""
     stored: bool = False
     """Features are read from disk: no target is loaded."""
+    validation: ValidationOptions | None = None
+    """What is validated and decoded between steps."""
     cache_bytes: int = 0
     """Of one target loop's cache of features."""
     num_processes: int = 1
@@ -156,9 +163,23 @@ def _on_device(load: Load, device: str) -> Iterator[MemoryLine]:
     if device in load.drafter_devices:
         yield from _drafter_lines(load, device)
     if device == "cpu":
+        yield MemoryLine(device, "validation and live decoding", _between_steps(load))
         yield MemoryLine(device, "the process itself", _PROCESS_BYTES)
     else:
         yield MemoryLine(device, CUDA_LINE, _CUDA_CONTEXT_BYTES)
+
+
+def _between_steps(load: Load) -> int:
+    """On a CPU, whose allocator finds no room for it in what training has left; a GPU's does."""
+    options, target, size = load.validation, load.target, load.element_bytes
+    if options is None or not options.every_steps:
+        return 0
+    num_bytes = _CPU_CHUNK_ROWS * target.vocab_size * size
+    if options.live_prompts and not (load.stored or target.recurrent):
+        tokens = min(options.live_prompts, _LIVE_PROMPTS) * (load.seq_len // 4 + _LIVE_TOKENS)
+        num_bytes += tokens * target.num_layers * 2 * target.num_kv_heads * target.head_dim * size
+        num_bytes += load.parameters * size  # a snapshot of the drafter
+    return num_bytes
 
 
 def _target_lines(load: Load, device: str) -> Iterator[MemoryLine]:

@@ -226,6 +226,7 @@ def _make_load(
     rows, seq_len = recipe.train.micro_batch_rows, recipe.data.seq_len
     size, taps = DTYPE_BYTES[_compute_dtype(recipe, drafters, machine)], choose_taps(recipe.drafter, target)[0]
     num_frozen = count_frozen(recipe.drafter, target, taps)
+    works = {d: Work(rows, seq_len, size, d != "cpu", recipe.compile.covers(d)) for d in drafters}
     return Load(
         target=target,
         target_devices=targets,
@@ -238,7 +239,8 @@ def _make_load(
         num_slots=advised_slots(len(targets), len(drafters)) if slots == "auto" else slots,
         parameters=options.parameter_count(recipe.drafter, target) - num_frozen,
         frozen_parameters=num_frozen,
-        step={d: options.step_bytes(recipe.drafter, target, Work(rows, seq_len, size, d != "cpu")) for d in drafters},
+        step={d: options.step_bytes(recipe.drafter, target, work) for d, work in works.items()},
+        validation=recipe.validation,
         cache_bytes=recipe.target.feature_cache_mib << 20,
         num_processes=machine.world.size,
         stored=recipe.target.features is not None,

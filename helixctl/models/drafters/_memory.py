@@ -69,21 +69,16 @@ def step_bytes(options: BlockOptions, facts: TargetFacts, work: Work) -> StepByt
 
 def _norm_bytes(work: Work) -> int:
     """Kept per element of a norm's input: itself in float32, and on a CPU its normed value, too."""
-    if work.compiled:
-        return work.compute_bytes
     return _FLOAT32 if work.on_gpu else 2 * _FLOAT32
 
 
 def _kept_per_slot(s: Shape, work: Work) -> int:
-    """Of one layer, its attention's scores left out."""
-    c, norm = work.compute_bytes, _norm_bytes(work)
+    """Of one layer, its attention's scores left out. Compiled, float32 is computed again, and so is silu(gate)."""
+    c = work.compute_bytes
+    norm, products = (c, 3) if work.compiled else (_norm_bytes(work), 4)  # gate, up, their product; silu(gate)
     queries, keys = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
-    mlp = 4 * s.intermediate_size * c  # gate, silu(gate), up, product
-    if work.compiled:
-        mlp = 2 * s.intermediate_size * c  # gate and up; the rest is computed again
-        return 2 * s.hidden_size * norm + queries * (norm + 2 * c) + keys * (norm + 2 * c) + mlp
     norms = 2 * s.hidden_size * (norm + c)  # inputs, and what the projections read
-    return norms + queries * (norm + 2 * c) + keys * (norm + 2 * c) + mlp
+    return norms + queries * (norm + 2 * c) + keys * (norm + 2 * c) + products * s.intermediate_size * c
 
 
 def _attention_per_slot(s: Shape, options: BlockOptions, work: Work) -> int:
@@ -97,8 +92,8 @@ def _attention_per_slot(s: Shape, options: BlockOptions, work: Work) -> int:
 
 def _context_per_token(s: Shape, work: Work) -> int:
     c, keys = work.compute_bytes, s.num_kv_heads * s.head_dim
-    normed = s.hidden_size * (_norm_bytes(work) + c)
-    return normed + s.num_layers * keys * (_norm_bytes(work) + 2 * c) + 2 * _FLOAT32 * s.head_dim
+    projected, norm = (_FLOAT32, c) if work.compiled else (_norm_bytes(work), _norm_bytes(work))
+    return s.hidden_size * (projected + c) + s.num_layers * keys * (norm + 2 * c) + 2 * _FLOAT32 * s.head_dim
 
 
 def _head(s: Shape, options: BlockOptions, work: Work) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
@@ -60,6 +61,22 @@ def test_what_backward_needs_is_counted(dtype, compute_bytes, num_layers):
     model = plugin.build(options, WIDE, TAPS, 0)
     told = step_bytes(options, WIDE, Work(ROWS, SEQ_LEN, compute_bytes, on_gpu=False))
     assert told.kept + told.copies == pytest.approx(kept_bytes(model, full_slot(dtype), dtype), rel=0.05)
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_what_compiled_layers_keep_is_counted(monkeypatch, num_layers):
+    """As torch.compile divides the work between forward and backward, without the minutes that its kernels take."""
+    sizes: dict[str, Any] = {"num_layers": num_layers, "num_anchors": ANCHORS, "block_size": BLOCK}
+    options = make_options(**sizes, num_taps=len(TAPS), attention="dense")
+    model = plugin.build(options, WIDE, TAPS, 0)
+    compiled = functools.cache(lambda part: torch.compile(part, backend="aot_eager_decomp_partition", dynamic=False))
+    monkeypatch.setattr(model, "_maybe_compiled", compiled)
+    told = step_bytes(options, WIDE, Work(ROWS, SEQ_LEN, 2, on_gpu=True, compiled=True))
+    queries = ANCHORS * BLOCK
+    scores = num_layers * ROWS * queries * (SEQ_LEN + queries) * 2  # the mask of the dense attention, as numbers to add
+    final_norm = ROWS * queries * WIDE.hidden_size * 4  # a CPU keeps its result, too
+    kept = kept_bytes(model, full_slot(torch.bfloat16), torch.bfloat16)
+    assert told.kept + told.copies + scores + final_norm == pytest.approx(kept, rel=0.05)
 
 
 def total(told: StepBytes) -> int:
