@@ -66,6 +66,8 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     save_target(tmp_path / "path/to/target")
     write_jsonl(tmp_path / "data/train.jsonl", conversations(40))
+    for name in ("math", "talk"):
+        write_jsonl(tmp_path / f"data/{name}.jsonl", [{"turns": [f"count to {i}", "again"]} for i in range(24)])
     monkeypatch.setenv("HELIXCTL_DOCTOR_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HELIXCTL_PROMETHEUS_PORT", "0")
     commit_code(tmp_path)
