@@ -113,7 +113,7 @@ drafter:
   # blocks per row; `helixctl plan` says what share of the tokens they cover
   num_anchors: {num_anchors}
   # {findings.mask_token.reason}
-  mask_token_id: {findings.mask_token.id}
+  mask_token_id: {findings.mask_token.id}{_embeddings(target)}
 train:
   epochs: 6
   micro_batch_rows: 1
@@ -125,6 +125,16 @@ validation:
 checkpoint:
   every_steps: 500
   keep_last: 3"""
+
+
+def _embeddings(target: TargetFacts) -> str:
+    """Lines for a target that multiplies its embeddings."""
+    if target.embedding_scale == 1.0:
+        return ""
+    scale = f"{target.embedding_scale:.4g}"
+    return f"""
+  # the target multiplies its embeddings by {scale}; vLLM feeds a drafter raw ones, so it learns on those
+  scale_embeddings: false"""
 
 
 def _relative(path: Path, folder: Path) -> str:

@@ -19,6 +19,20 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _RECURRENT_TYPES = ("mamba", "rwkv", "jamba", "recurrent_gemma", "zamba", "bamba", "falcon_h1", "lfm2", "nemotron_h")
 _RECURRENT_LAYERS = ("linear_attention", "mamba", "recurrent", "conv", "ssm")
 _FIX = "download the model, set target.model to its folder, or give `plan --target-config FILE`"
+_TIED_TYPES = (
+    *("cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "falcon", "gemma", "gemma2", "gemma3", "gemma3n", "gemma4"),
+    *("gpt2", "gpt_bigcode", "gpt_neo", "lfm2", "lfm2_moe", "opt", "recurrent_gemma", "smollm3", "starcoder2"),
+)
+"""Whose head is the embedding unless config.json says otherwise: files leave out what is their class's default."""
+_CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {  # the published Gemma 3 4B leaves all of these out
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 262208,
+    }
+}
 _SCALED_LOGITS = ("logits_scaling", "logit_scale")
 _OLD_NAMES = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
 """What GPT-2 and its relatives call them."""
@@ -130,8 +144,10 @@ def _facts_of(raw: dict[str, Any], generation: dict[str, Any], path: Path | str)
 
 
 def _facts(raw: dict[str, Any], config: dict[str, Any], generation: dict[str, Any]) -> TargetFacts:
-    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     model_type = str(config.get("model_type") or raw.get("model_type", ""))
+    config = {**_CLASS_DEFAULTS.get(model_type, {}), **config}
+    tied = model_type.removesuffix("_text") in _TIED_TYPES
+    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     dtypes = [place.get(name) for place in (config, raw) for name in ("dtype", "torch_dtype")]
     dtype = str(next((dtype for dtype in dtypes if dtype), "float32"))
     return TargetFacts(
@@ -142,7 +158,7 @@ def _facts(raw: dict[str, Any], config: dict[str, Any], generation: dict[str, An
         num_kv_heads=int(config.get("num_key_value_heads") or heads),
         head_dim=int(config.get("head_dim") or hidden // heads),
         intermediate_size=int(config.get("intermediate_size") or 0),
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", raw.get("tie_word_embeddings", False))),
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", raw.get("tie_word_embeddings", tied))),
         model_type=model_type,
         max_positions=int(config.get("max_position_embeddings") or 0),
         rope_theta=_rope_theta(config),

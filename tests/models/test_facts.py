@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from helixctl.errors import ModelError
-from helixctl.models.facts import find_model_file, read_target_facts, target_parameters
+from helixctl.models.facts import (
+    _CLASS_DEFAULTS,
+    _TIED_TYPES,
+    find_model_file,
+    read_target_facts,
+    target_parameters,
+)
 from helixctl.recipe.schema import TargetOptions
 
 QWEN3_8B = Path(__file__).parent.parent / "fixtures" / "qwen3-8b-config.json"
@@ -133,3 +139,15 @@ def test_files_of_a_folder(tmp_path):
     (tmp_path / "a.json").touch()
     assert find_model_file(str(tmp_path), "a.json") == tmp_path / "a.json"
     assert find_model_file(str(tmp_path), "b.json") is None
+
+
+def test_defaults_of_configuration_classes_are_those_of_transformers() -> None:
+    """What published files leave out."""
+    transformers = pytest.importorskip("transformers")
+    for name in sorted({*_TIED_TYPES} & {*transformers.CONFIG_MAPPING.keys()}):
+        assert transformers.CONFIG_MAPPING[name]().get_text_config().tie_word_embeddings, name
+    for name in ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "phi3", "gpt_oss", "glm4", "olmo2", "granite"):
+        assert name not in _TIED_TYPES and not transformers.CONFIG_MAPPING[name]().tie_word_embeddings, name
+    for name, values in _CLASS_DEFAULTS.items():
+        defaults = transformers.CONFIG_MAPPING[name]()
+        assert values == {key: getattr(defaults, key) for key in values}, name

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from pydantic import ValidationError
 
 from helixctl.errors import ModelError
@@ -13,7 +14,7 @@ from helixctl.models.drafters.dflash import plugin
 from helixctl.models.target import Target
 from helixctl.recipe.schema import TargetOptions
 from tests.models.drafters.dflash.builders import make_options
-from tests.tiny import save_tiny, tiny_gemma3, tiny_llama
+from tests.tiny import SIZES, build, save_tiny, tiny_gemma2, tiny_gemma3, tiny_llama
 
 
 def load(tmp_path: Any, model: Any) -> Target:
@@ -40,13 +41,18 @@ def test_layers_norms_and_projection_start_as_the_targets(tmp_path: Any) -> None
 
 
 def test_weights_that_a_target_adds_one_to_come_out_right(tmp_path: Any) -> None:
-    target = load(tmp_path, tiny_gemma3())
+    target = load(tmp_path, build(transformers.GemmaConfig(**SIZES)))
     with pytest.raises(ModelError, match="layer 1"):
-        # Gemma's layers hold the same parts and more; its sizes differ from these options' only where said.
         drafter(target, num_layers=1, init_layers=[1], intermediate_size=48)
     model = drafter(target, num_layers=1, init_layers=[1])
     x = torch.randn(5, target.facts.hidden_size)
     torch.testing.assert_close(model.norm(x), target.shared.final_norm(x), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("make", [tiny_gemma2, tiny_gemma3])
+def test_layers_with_norms_behind_their_parts_are_refused(make: Any, tmp_path: Any) -> None:
+    with pytest.raises(ModelError, match="layer 1 also has pre_feedforward_layernorm, post_feedforward_layernorm"):
+        drafter(load(tmp_path, make()), num_layers=1, init_layers=[1])
 
 
 def test_no_init_layers_leaves_the_random_weights(tmp_path: Any) -> None:
