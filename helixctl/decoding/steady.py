@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ from helixctl.decoding.policy import DecodeTarget, RowCache, padded_rows
 from helixctl.decoding.rows import PREFILL_TOKENS, Row
 from helixctl.decoding.sampling import Sampling, draw, probabilities, sample_tokens
 from helixctl.decoding.speculative import OnProgress, Prompts, make_rows
+
+if TYPE_CHECKING:
+    from helixctl.models.captured import Captured
 
 CHUNK_STEPS = 8
 """Steps between two looks at the tokens: an answer that ends within them leaves its row idle for the rest."""
@@ -97,7 +101,7 @@ class _Rows:
         self._tokens = torch.zeros(num_rows, CHUNK_STEPS, dtype=torch.int64, device=device)  # [R, C]
         self._uniforms = torch.zeros(num_rows, CHUNK_STEPS, device=device)  # [R, C], to sample with
         self._place = torch.zeros(1, dtype=torch.int64, device=device)  # column of the next step
-        self._run = self._captured() if device.type == "cuda" else self._step
+        self._graph = self._capture() if device.type == "cuda" else None
 
     def fits(self, num_rows: int, length: int, options: DecodeOptions) -> bool:
         """Whether they can answer prompts that want so many rows of so many positions."""
@@ -119,7 +123,10 @@ class _Rows:
         if uniforms is not None:
             self._uniforms[:, :num_steps] = _to_device(uniforms, self._ids.device, torch.float32)
         for _ in range(num_steps):
-            self._run()
+            if self._graph is None:
+                self._step()
+            else:
+                self._graph.replay()
 
     def read(self, num_steps: int) -> list[list[int]]:
         """The tokens of the steps that were queued, [R, num_steps]; waits for them."""
@@ -139,17 +146,17 @@ class _Rows:
         self._positions.add_(1).clamp_(max=self.length - 1)  # a row whose answer has ended stays at its own end
         self._place.add_(1)
 
-    def _captured(self) -> Callable[[], object]:
-        """The step as a CUDA graph; as it is, with a warning, where the model does what no graph can hold."""
+    def _capture(self) -> Captured[None] | None:
+        """The step as a CUDA graph; None, with a warning, where the model does what no graph can hold."""
         from helixctl.models.captured import GraphPool
 
         self._step()  # makes the cache's buffers
         self._place.zero_()
         try:
-            return GraphPool(self._target.device).capture(self._step).replay
+            return GraphPool(self._target.device).capture(self._step)
         except RuntimeError as error:
             _log.warning("the decoding step cannot be captured, decoding is slower: %s", str(error).splitlines()[0])
-            return self._step
+            return None
         finally:
             self._place.zero_()
             self._positions.zero_()

@@ -23,8 +23,9 @@ from helixctl.data.token_batch import TokenBatch
 from helixctl.data.windows import KEPT, SHORT, TAIL, Shard, WindowOptions
 from helixctl.errors import DataError
 from helixctl.models.tokenizer import HelixTokenizer
-from helixctl.recipe.schema import SourceOptions
+from helixctl.recipe.schema import DatasetOptions, SourceOptions
 from tests.data.templates import byte_tokenizer
+from tests.data.test_tables import saved, write_parquet
 
 TOKENIZER = HelixTokenizer(byte_tokenizer(None))
 OPTIONS = WindowOptions(seq_len=16, rows=2, eos_id=TOKENIZER.eos_token_id)
@@ -203,6 +204,18 @@ def test_source_without_a_usable_document_gives_counts_and_no_batch(tmp_path: Pa
     (tmp_path / "a.jsonl").write_text('{"other": 1}\n' * 3)
     loader = StreamLoader(stream(SourceOptions(path=tmp_path, format="text")), OPTIONS)
     assert list(loader) == [] and loader.counts == {"no_text": 3}
+
+
+def test_a_stream_of_parquet_and_a_dataset_gives_what_jsonl_gives(tmp_path: Path) -> None:
+    rows = [{"text": f"word{i} " * (1 + i % 5)} for i in range(30)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sources = [
+        SourceOptions(path=tmp_path / "a.jsonl", format="text"),
+        SourceOptions(path=write_parquet(tmp_path / "a.parquet", rows), format="text"),
+        SourceOptions(dataset=DatasetOptions(name=str(saved(tmp_path / "set", rows))), format="text"),
+    ]
+    plain, parquet, dataset = (tokens(list(StreamLoader(stream(source), OPTIONS))) for source in sources)
+    assert plain == parquet == dataset and plain
 
 
 def test_weights_repeat_and_thin_out_the_same_documents_every_time(tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
@@ -14,7 +16,8 @@ from helixctl.errors import Problem, RecipeError
 from helixctl.plugins import DRAFTERS, plugin_names
 from helixctl.recipe.causal_lm import CausalLMRecipe
 from helixctl.recipe.load import dump_recipe, load_recipe, locate, recipe_schema
-from helixctl.recipe.schema import Recipe
+from helixctl.recipe.schema import DataOptions, Recipe
+from tests.conftest import ROOT
 
 ALGORITHM = plugin_names(DRAFTERS)[0]
 GOOD = f"""\
@@ -86,6 +89,14 @@ def test_a_source_is_either_files_or_a_dataset(recipe_file, train):
     assert {key: problem.message for key, problem in found.items()} == {
         "data.train.0": "should have either `path` or `dataset`"
     }
+
+
+def test_the_sources_of_the_page_about_data_are_valid():
+    page = (ROOT / "docs/data.md").read_text(encoding="utf-8")
+    [block] = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    data = DataOptions.model_validate(yaml.safe_load(block)["data"])
+    labels = [source.label for source in data.train]
+    assert labels == ["chats.jsonl", "drills", "notes.parquet", "ultrachat_200k train_sft", "src"]
 
 
 def test_a_model_that_exists_is_a_folder(recipe_file, tmp_path):
