@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from helixctl.data.store import SplitName, Store
+from helixctl.data.store import MixLine, SplitName, Store
 from helixctl.data.window_set import StoredDocuments, Windows
 from helixctl.data.windows import WindowOptions
 from helixctl.errors import DataError
@@ -29,6 +29,8 @@ class WindowCounts:
     """Training tokens and documents in no window, by reason."""
     tokenizer_length: int
     fingerprint: str
+    mix: tuple[MixLine, ...]
+    """What an epoch is made of, by source."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ def count_windows_of_store(source: WindowSource) -> WindowCounts:
         left_out={} if train is None else {name: count for name, count in train.counts.items() if count},
         tokenizer_length=store.manifest.tokenizer.vocab_size,
         fingerprint=store.fingerprint,
+        mix=store.manifest.mix,
     )
 
 
