@@ -36,8 +36,9 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        place = f" ({error.filename})" if error.filename not in (None, str(path)) else ""
         raise DataError(
-            f"answers cannot be written to {path}: {error.strerror or error}",
+            f"answers cannot be written to {path}: {error.strerror or error}{place}",
             fix="make room or give write permission, or set data.train[0].path to another file; "
             "answers that are there are kept",
         ) from error
