@@ -54,7 +54,8 @@ class Load:
     """What will be put on the devices. R rows, S tokens per row, K taps."""
 
     target: TargetFacts
-    target_devices: tuple[str, ...]
+    target_spans: tuple[tuple[str, ...], ...]
+    """Devices of each target loop, in the order of its layers; features come out on the last."""
     drafter_devices: tuple[str, ...]
     target_dtype: str
     rows: int
@@ -79,6 +80,15 @@ class Load:
     """Processes that add up gradients."""
 
     @property
+    def target_devices(self) -> tuple[str, ...]:
+        """Where the features of each target loop come out."""
+        return tuple(span[-1] for span in self.target_spans)
+
+    def weights_share(self, device: str) -> float:
+        """Of the target's weights on ``device``: loops with the same devices share theirs."""
+        return sum(span.count(device) / len(span) for span in set(self.target_spans))
+
+    @property
     def element_bytes(self) -> int:
         """Of target weights, features and slots."""
         return DTYPE_BYTES[self.target_dtype]
@@ -98,7 +108,7 @@ class Load:
 
 def estimate_memory(load: Load) -> tuple[MemoryLine, ...]:
     """Every item on every device that the run uses."""
-    devices = dict.fromkeys((*load.target_devices, *load.drafter_devices))
+    devices = dict.fromkeys([*(device for span in load.target_spans for device in span), *load.drafter_devices])
     return tuple(line for device in devices for line in _on_device(load, device) if line.num_bytes)
 
 
@@ -158,7 +168,7 @@ def _gib(num_bytes: int) -> str:
 
 
 def _on_device(load: Load, device: str) -> Iterator[MemoryLine]:
-    if device in load.target_devices:
+    if any(device in span for span in load.target_spans):
         yield from _target_lines(load, device)
     if device in load.drafter_devices:
         yield from _drafter_lines(load, device)
@@ -184,12 +194,14 @@ def _between_steps(load: Load) -> int:
 
 def _target_lines(load: Load, device: str) -> Iterator[MemoryLine]:
     target, size, count = load.target, load.element_bytes, load.target_devices.count(device)
+    passes = sum(device in span for span in load.target_spans)
     rows = ("train.micro_batch_rows", f"lower train.micro_batch_rows ({load.rows}) or data.seq_len ({load.seq_len})")
     if not load.stored:
         apart = "pipeline.targets", "use a smaller target, target.dtype: bfloat16, or a device that it has to itself"
-        yield MemoryLine(device, "target weights", target_parameters(target) * size, *apart)
+        num_bytes = round(load.weights_share(device) * target_parameters(target) * size)
+        yield MemoryLine(device, "target weights", num_bytes, *apart)
         width = 8 * target.hidden_size + 3 * (target.intermediate_size or target.expert_intermediate_size)
-        yield MemoryLine(device, "target activations", count * load.rows * load.seq_len * width * size, *rows)
+        yield MemoryLine(device, "target activations", passes * load.rows * load.seq_len * width * size, *rows)
     yield MemoryLine(device, "features in flight", count * _OUTPUT_SETS * load.feature_bytes, *rows)
     cache = "target.feature_cache_mib", "lower target.feature_cache_mib"
     yield MemoryLine(device, "feature cache", count * load.cache_bytes, *cache)

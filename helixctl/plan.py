@@ -6,11 +6,11 @@ Nothing is allocated and nothing is written; never imports torch. N targets, M d
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
+from helixctl.devices import Spans, check_devices, homes, make_spans
 from helixctl.errors import Problem, RecipeError
 from helixctl.machine import Machine, World
 from helixctl.memory import Load, MemoryLine, estimate_memory, memory_problems, memory_warnings
@@ -19,14 +19,13 @@ from helixctl.models.drafters._parts import count_frozen, freeze_problems
 from helixctl.models.facts import DTYPE_BYTES, TargetFacts, read_target_facts
 from helixctl.models.taps import choose_taps
 from helixctl.plugins import DRAFTERS, load_plugin
-from helixctl.recipe.schema import DrafterOptions, LoopOptions, PipelineOptions, Recipe
+from helixctl.recipe.schema import DrafterOptions, LoopOptions, Recipe
 
 if TYPE_CHECKING:
     from helixctl.data.count import DataCounts
     from helixctl.data.store import MixLine
 
 _FEW_CPUS = 4
-_DEVICE = re.compile(r"^(cpu|cuda:\d+)$")
 
 DtypeName = Literal["bfloat16", "float16", "float32"]
 
@@ -41,6 +40,9 @@ class Plan:
     last_hidden: bool
     """The target's last hidden state is captured too, for a loss that compares with its distribution."""
     target_devices: tuple[str, ...]
+    """Where the features of each target loop come out."""
+    target_spans: tuple[tuple[str, ...], ...]
+    """All devices of each target loop, in the order of its layers; one, where the target fits it."""
     drafter_devices: tuple[str, ...]
     num_slots: int
     """Input buffers per drafter."""
@@ -103,6 +105,10 @@ class Plan:
         """The taps, and the last layer where its state is wanted."""
         return (*self.target_layer_ids, self.target.num_layers - 1) if self.last_hidden else self.target_layer_ids
 
+    def span_of(self, device: str) -> tuple[str, ...]:
+        """The devices of the target whose features come out on ``device``; that one alone where no target loop runs."""
+        return next((span for span in self.target_spans if span[-1] == device), (device,))
+
     @property
     def num_drafters(self) -> int:
         """Drafters of all processes together."""
@@ -128,24 +134,23 @@ def make_plan(recipe: Recipe, machine: Machine) -> Plan:
     target = read_target_facts(recipe.target)
     taps, problems = choose_taps(recipe.drafter, target)
     problems += freeze_problems(recipe.drafter, target, taps)
-    _refuse([*problems, *_check_mask_token(recipe.drafter, target), *_check_devices(recipe.pipeline, machine)])
-    packing = recipe.data.packing and not target.recurrent
-    counts = _count_data(recipe, packing)
-    targets, drafters = make_devices(recipe.pipeline, machine, stored=recipe.target.features is not None)
+    _refuse([*problems, *_check_mask_token(recipe.drafter, target), *check_devices(recipe.pipeline, machine)])
+    counts = _count_data(recipe, packing := recipe.data.packing and not target.recurrent)
+    spans, drafters = make_spans(recipe.pipeline, machine, stored=recipe.target.features is not None)
     num_drafters, batches_per_step, rows_per_step = _step_size(recipe, machine, drafters)
     total_steps = _total_steps(recipe, counts, rows_per_step)
-    load = _make_load(recipe, target, (targets, drafters), machine)
+    load = _make_load(recipe, target, (spans, drafters), machine)
     _refuse([*_check_data(recipe, target, counts, total_steps), *_check_features(recipe, taps, load)])
-    memory = estimate_memory(load)
     return Plan(
         recipe=recipe,
         target=target,
         target_layer_ids=taps,
         last_hidden=load.last_hidden,
-        target_devices=targets,
+        target_devices=load.target_devices,
+        target_spans=spans,
         drafter_devices=drafters,
         num_slots=load.num_slots,
-        threads=stage_threads(recipe.pipeline, machine, len(targets) + len(drafters)),
+        threads=stage_threads(recipe.pipeline, machine, len(spans) + len(drafters)),
         packing=packing,
         world=machine.world,
         batches_per_step=batches_per_step,
@@ -159,11 +164,11 @@ def make_plan(recipe: Recipe, machine: Machine) -> Plan:
         supervised_share=counts.supervised_share if counts else None,
         anchor_coverage=counts.anchor_coverage if counts else None,
         mix=counts.mix if counts else (),
-        target_dtype=_target_dtype(recipe, target, targets, machine),
+        target_dtype=_target_dtype(recipe, target, load.target_devices, machine),
         compute_dtype=_compute_dtype(recipe, drafters, machine),
         parameters=load.parameters,
         frozen_parameters=load.frozen_parameters,
-        memory=memory,
+        memory=(memory := estimate_memory(load)),
         lacks=tuple(memory_problems(memory, machine)),
         disk_bytes_per_checkpoint=load.saved_bytes,
         warnings=(*_data_warnings(recipe, target, counts), *_run_warnings(recipe, load, memory, machine)),
@@ -182,46 +187,14 @@ def _refuse(problems: list[Problem]) -> None:
         raise RecipeError(problems)
 
 
-def make_devices(
-    pipeline: PipelineOptions, machine: Machine, *, stored: bool = False
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Devices of the targets and of the drafters of this process.
-
-    `auto`: the CPU without GPUs; one GPU does both; of several, three quarters are targets. With one side given, the
-    other gets the GPUs that are left, or shares. Where features are ``stored``, every GPU trains, and the loops that
-    read for it take the targets' place. In a recipe `cuda:0` is the first GPU of each process; what is
-    returned has its number on the host.
-    """
-    gpus = machine.own_gpus
-    host_names = {f"cuda:{i}": gpu for i, gpu in enumerate(gpus)}
-    targets, drafters = (
-        None if devices == "auto" else tuple(host_names.get(device, device) for device in devices)
-        for devices in (pipeline.targets, pipeline.drafters)
-    )
-    if targets is not None and drafters is not None:
-        return targets, drafters
-    if stored:
-        drafters = drafters or gpus or ("cpu",)
-        return targets or drafters, drafters
-    if targets is not None:
-        return targets, tuple(gpu for gpu in gpus if gpu not in targets) or targets[-1:]
-    if drafters is not None:
-        return tuple(gpu for gpu in gpus if gpu not in drafters) or drafters[:1], drafters
-    if len(gpus) < 2:
-        return gpus or ("cpu",), gpus or ("cpu",)
-    num_targets = len(gpus) * 3 // 4
-    return gpus[:num_targets], gpus[num_targets:]
-
-
 def advised_slots(num_targets: int, num_drafters: int) -> int:
     """Smallest number of slots per drafter with which no loop waits for a slot: slots x M >= 2N + M."""
     return math.ceil((2 * num_targets + num_drafters) / num_drafters)
 
 
-def _make_load(
-    recipe: Recipe, target: TargetFacts, devices: tuple[tuple[str, ...], tuple[str, ...]], machine: Machine
-) -> Load:
-    targets, drafters = devices
+def _make_load(recipe: Recipe, target: TargetFacts, devices: tuple[Spans, tuple[str, ...]], machine: Machine) -> Load:
+    spans, drafters = devices
+    targets = homes(spans)
     options, slots = load_plugin(DRAFTERS, recipe.drafter.algorithm, "options"), recipe.pipeline.slots
     rows, seq_len = recipe.train.micro_batch_rows, recipe.data.seq_len
     size, taps = DTYPE_BYTES[_compute_dtype(recipe, drafters, machine)], choose_taps(recipe.drafter, target)[0]
@@ -229,7 +202,7 @@ def _make_load(
     works = {d: Work(rows, seq_len, size, d != "cpu", recipe.compile.covers(d)) for d in drafters}
     return Load(
         target=target,
-        target_devices=targets,
+        target_spans=spans,
         drafter_devices=drafters,
         target_dtype=_target_dtype(recipe, target, targets, machine),
         rows=rows,
@@ -256,23 +229,6 @@ def _check_mask_token(drafter: DrafterOptions, target: TargetFacts) -> Iterator[
     taken = [name for name, ids in roles.items() if token in ids]
     if taken:
         yield Problem(key, f"is {token}, which is the target's {' and '.join(taken)} token", fix=fix)
-
-
-def _check_devices(pipeline: PipelineOptions, machine: Machine) -> Iterator[Problem]:
-    known = ("cpu", *(f"cuda:{i}" for i in range(len(machine.own_gpus))))
-    if len(machine.gpus) % machine.world.local_size:
-        message = f"{len(machine.gpus)} GPUs cannot be shared out evenly to {machine.world.local_size} processes"
-        yield Problem("pipeline.targets", message, fix="choose another --nproc-per-node, or set CUDA_VISIBLE_DEVICES")
-    for name, devices in (("targets", pipeline.targets), ("drafters", pipeline.drafters)):
-        if not devices:
-            yield Problem(f"pipeline.{name}", "is empty", fix="name devices, or write auto")
-        for device in () if devices == "auto" else devices:
-            if not _DEVICE.match(device):
-                yield Problem(f"pipeline.{name}", f"{device!r} is no device", fix="write cpu, or cuda:0, cuda:1, ...")
-            elif device not in known:
-                fix = f"use {', '.join(known)}, or auto"
-                owner = "this machine" if machine.world.local_size == 1 else "each process"
-                yield Problem(f"pipeline.{name}", f"{owner} has no {device}", fix=fix)
 
 
 def _count_data(recipe: Recipe, packing: bool) -> DataCounts | None:

@@ -32,6 +32,7 @@ LIGHT = (
     "plan.py",
     "lm_plan.py",
     "cgroups.py",
+    "devices.py",
     "machine.py",
     "memory.py",
     "recipe/*.py",

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helixctl.devices import make_devices
 from helixctl.errors import ModelError, RecipeError
 from helixctl.machine import Gpu, Machine, World
 from helixctl.models.taps import default_target_layer_ids
-from helixctl.plan import Plan, advised_slots, make_devices, make_plan
+from helixctl.plan import Plan, advised_slots, make_plan
 from helixctl.plugins import DRAFTERS, plugin_names
 from helixctl.recipe.load import load_recipe
 from helixctl.recipe.schema import PipelineOptions, Recipe

@@ -33,7 +33,8 @@ class RaggedCache(Cache):  # type: ignore[misc,unused-ignore]  # transformers is
         self._values: dict[int, Tensor] = {}
         self._positions: Tensor | None = None  # [R, T], where the next forward writes
         self._expected: int | None = None
-        self._places: dict[int, Tensor] = {}  # G -> [R * G * T], the same in the flattened [R * G * L]
+        # (G, device) -> [R * G * T], the same in the flattened [R * G * L]; layers may stand on several devices
+        self._places: dict[tuple[int, torch.device], Tensor] = {}
 
     def at(self, positions: Tensor, length: int | None = None) -> int:
         """The next forward writes row r's token t at ``positions[r, t]``.
@@ -72,7 +73,7 @@ class RaggedCache(Cache):  # type: ignore[misc,unused-ignore]  # transformers is
         """Keep only ``rows`` (int64, in this order): finished rows stop costing."""
         for buffers in (self._keys, self._values):
             for layer, buffer in buffers.items():
-                buffers[layer] = buffer.index_select(0, rows)
+                buffers[layer] = buffer.index_select(0, rows.to(buffer.device))
         self.num_rows = len(rows)
         self._positions = None
 
@@ -85,8 +86,9 @@ class RaggedCache(Cache):  # type: ignore[misc,unused-ignore]  # transformers is
         self._capacity = max(self._capacity, other._capacity)
         for mine, theirs in ((self._keys, other._keys), (self._values, other._values)):
             for layer, states in theirs.items():
-                new = states if taken is None else states.index_select(0, taken)
-                self._room(mine, layer, states)[:, :, : states.shape[2]].index_copy_(0, rows, new)
+                new = states if taken is None else states.index_select(0, taken.to(states.device))
+                room = self._room(mine, layer, states)[:, :, : states.shape[2]]
+                room.index_copy_(0, rows.to(room.device), new)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Nothing may be derived from the cache's length: positions are always given."""
@@ -99,12 +101,13 @@ class RaggedCache(Cache):  # type: ignore[misc,unused-ignore]  # transformers is
     def _write(self, buffers: dict[int, Tensor], layer: int, states: Tensor) -> Tensor:
         buffer = self._room(buffers, layer, states)
         num_heads, width = buffer.shape[1], buffer.shape[3]
-        if num_heads not in self._places:
+        key = num_heads, buffer.device
+        if key not in self._places:
             assert self._positions is not None, "update() before at()"
             heads = torch.arange(self.num_rows * num_heads, device=buffer.device)
             starts = heads.view(self.num_rows, num_heads, 1) * self._capacity  # [R, G, 1]
-            self._places[num_heads] = (starts + self._positions[:, None]).view(-1)  # [R * G * T]
-        buffer.view(-1, width).index_copy_(0, self._places[num_heads], states.reshape(-1, width))
+            self._places[key] = (starts + self._positions.to(buffer.device)[:, None]).view(-1)  # [R * G * T]
+        buffer.view(-1, width).index_copy_(0, self._places[key], states.reshape(-1, width))
         return buffer
 
     def _room(self, buffers: dict[int, Tensor], layer: int, like: Tensor) -> Tensor:

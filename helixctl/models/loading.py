@@ -5,6 +5,7 @@ All that depends on how transformers lays out a model stands here and in ``atten
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from helixctl.models import attention
 from helixctl.models.facts import TargetFacts
 from helixctl.models.quiet import silence_transformers
 from helixctl.models.shared import SharedWeights
+from helixctl.models.spread import spread
 from helixctl.recipe.schema import TargetOptions
 
 MASKED_LAYERS = frozenset({"full_attention", "sliding_attention"})
@@ -94,6 +96,32 @@ def _fix(options: TargetOptions) -> str:
         code = "" if options.trust_remote_code else "; if it brings its own code, target.trust_remote_code: true"
         return f"the folder must hold config.json and weights of an architecture that transformers knows{code}"
     return "give the folder of a checkpoint, or a hub name that can be reached from here"
+
+
+def spread_backend(options: TargetOptions) -> attention.Backend:
+    """The attention backend of a target over several devices.
+
+    Raises:
+        ModelError: the recipe wants one whose masks or compiled code stand on one device.
+    """
+    if options.attention not in ("auto", "segments"):
+        text = f"target.attention: {options.attention} runs on one device, and this target stands on several"
+        raise ModelError(text, fix="leave target.attention at auto")
+    return "segments"
+
+
+def spread_model(model: Any, facts: TargetFacts, devices: Sequence[torch.device]) -> None:
+    """Put ``model`` on ``devices``, layers in order, final norm and head on the last.
+
+    Raises:
+        ModelError: fewer layers than devices, or an architecture that is not laid out as expected.
+    """
+    decoder, head = find_decoder(model, facts.num_layers), model.get_output_embeddings()
+    norms = [getattr(decoder, name) for name in FINAL_NORMS if hasattr(decoder, name)]
+    try:
+        spread(model, decoder, [*norms[:1], *([head] if head is not None else [])], devices)
+    except ValueError as error:
+        raise ModelError(f"target: {error}", fix="name fewer devices in pipeline.targets") from error
 
 
 def find_decoder(model: Any, num_layers: int) -> Any:

@@ -27,6 +27,7 @@ from helixctl.models import attention, loading
 from helixctl.models.facts import TargetFacts, read_target_facts
 from helixctl.models.flex import FlexCall, make_flex
 from helixctl.models.shared import SharedWeights
+from helixctl.models.spread import RuleByDevice
 from helixctl.recipe.schema import TargetOptions
 
 
@@ -44,7 +45,7 @@ class _Capture:
 
 
 class Target:
-    """A frozen causal LM on one device. Several threads may use it at once; use ``load`` to make one."""
+    """A frozen causal LM, what comes out of it on ``device``. Several threads may use it at once; see ``load``."""
 
     def __init__(
         self, model: Any, facts: TargetFacts, taps: Sequence[int], backend: attention.Backend, device: torch.device
@@ -62,13 +63,26 @@ class Target:
             if index in self.taps or index == facts.num_layers - 1:
                 layer.register_forward_hook(self._hook(index))
         self.dtype: torch.dtype = model.get_input_embeddings().weight.dtype
-        self.shared: SharedWeights = loading.shared_weights(model, self._decoder, facts)
+        shared = loading.shared_weights(model, self._decoder, facts)
+        self.shared: SharedWeights = shared if shared.embedding.device == shared.head.device else shared.to(device)
 
     @classmethod
     def load(
-        cls, options: TargetOptions, taps: Sequence[int], device: torch.device | str, dtype: torch.dtype
+        cls,
+        options: TargetOptions,
+        taps: Sequence[int],
+        device: torch.device | str,
+        dtype: torch.dtype,
+        span: Sequence[torch.device] = (),
     ) -> Target:
         """Load the weights, frozen, in eval mode, with our attention.
+
+        Args:
+            options: Which checkpoint, and how.
+            taps: Layers whose output is wanted.
+            device: Where everything is, or at least what comes out.
+            dtype: Of the weights.
+            span: Several devices on which the layers stand in order, ``device`` last.
 
         Raises:
             ModelError: no such checkpoint, an unknown or unsupported architecture, or taps that it does not have.
@@ -81,8 +95,13 @@ class Target:
                 f"target layers {bad or list(taps)} do not exist: {options.model} has {facts.num_layers} layers",
                 fix=f"give target_layer_ids between 0 and {facts.num_layers - 1}",
             )
-        backend = loading.choose_backend(options, facts, device)
-        model = loading.load_model(options, facts, dtype).to(device)
+        if len(span) > 1:
+            backend = loading.spread_backend(options)
+            model = loading.load_model(options, facts, dtype)
+            loading.spread_model(model, facts, span)
+        else:
+            backend = loading.choose_backend(options, facts, device)
+            model = loading.load_model(options, facts, dtype).to(device)
         return cls(model, facts, taps, backend, device)
 
     @property
@@ -118,7 +137,7 @@ class Target:
                 fix="use another target, or set data.packing: false and report this architecture",
             )
         order = [*self.taps, self.facts.num_layers - 1] if last_hidden else self.taps
-        return [capture.states[layer] for layer in order]
+        return [capture.states[layer].to(self.device, non_blocking=True) for layer in order]
 
     @torch.no_grad()
     def decode_step(
@@ -141,14 +160,15 @@ class Target:
                 f"{self.facts.model_type} keeps a recurrent state, which cannot be rolled back",
                 fix="live decoding is not available for this target; set validation.live_prompts: 0",
             )
-        rule = attention.DecodeRule(positions, cache.at(positions))
+        length = cache.at(positions)
+        rule = RuleByDevice(lambda device: attention.DecodeRule(positions.to(device), length))
         capture = _Capture(frozenset(self.taps), stop=False)
         with attention.attending(rule), self._capturing(capture):
             arguments = {self._cache_argument: cache, "use_cache": True}
             normed = self._decoder(input_ids=input_ids, position_ids=positions, **arguments).last_hidden_state
         if logits_at is not None:
             normed = normed[torch.arange(len(normed), device=normed.device), logits_at][:, None]  # [R, 1, H]
-        return self.shared.logits(normed), [capture.states[tap] for tap in self.taps]
+        return self.shared.logits(normed), [capture.states[tap].to(self.device) for tap in self.taps]
 
     def new_cache(self, num_rows: int, max_len: int) -> RaggedCache:
         """An empty cache for ``decode_step``: positions below ``max_len``."""
@@ -164,7 +184,7 @@ class Target:
                 )
             yield None
             return
-        rule = attention.make_packing(self.backend, batch, self.device, self.flex)
+        rule = RuleByDevice(lambda device: attention.make_packing(self.backend, batch, device, self.flex))
         with attention.attending(rule):
             yield rule
 

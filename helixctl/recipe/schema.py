@@ -280,11 +280,18 @@ class LoopOptions(Section):
     """CPU threads of each compute stage on a CPU run."""
 
 
+class TargetSpan(Section):
+    """One target loop over several devices, for a target that does not fit one of them."""
+
+    devices: tuple[str, ...] = Field(min_length=1)
+    """In the order of the layers, e.g. [cuda:0, cuda:1]; features come out on the last."""
+
+
 class PipelineOptions(LoopOptions):
     """Which devices run what, and how far the stages may run ahead."""
 
-    targets: Auto | tuple[str, ...] = "auto"
-    """Devices of the target loops, e.g. [cuda:0, cuda:1]."""
+    targets: Auto | tuple[str | TargetSpan, ...] = "auto"
+    """Devices of the target loops, e.g. [cuda:0, cuda:1]; `{devices: [cuda:0, cuda:1]}` is one loop over two GPUs."""
     drafters: Auto | tuple[str, ...] = "auto"
     """Devices of the drafter loops."""
     transport: Literal["auto", "peer", "pinned"] = "auto"

@@ -90,9 +90,8 @@ class Targets:
 
 def load_target(plan: Plan, device: str, dtype: str | None = None) -> Target:
     """The frozen target with the plan's taps, in the plan's precision unless another is asked for."""
-    return Target.load(
-        plan.recipe.target, plan.target_layer_ids, torch.device(device), getattr(torch, dtype or plan.target_dtype)
-    )
+    kind, span = getattr(torch, dtype or plan.target_dtype), [torch.device(name) for name in plan.span_of(device)]
+    return Target.load(plan.recipe.target, plan.target_layer_ids, torch.device(device), kind, span)
 
 
 def drafter_plugin(plan: Plan) -> ModuleType:
