@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+
+from helixctl.engine.beside import called_beside
 
 REQUEST, TRACE, ANSWER = "cuda-trace.request", "cuda-trace.json", "cuda-trace.answer"
 NO_GPU = "the run uses no GPU, so there are no kernels and no CUDA calls to trace"
@@ -22,33 +23,24 @@ _WARM_UP_S = 0.3
 """Of a first trace that is thrown away: starting CUPTI stops the launches for a while."""
 
 
-@contextmanager
-def traced_on_request(run_dir: Path) -> Iterator[None]:
+def traced_on_request(run_dir: Path) -> AbstractContextManager[None]:
     """While the block runs, answer requests for a trace that are left in ``run_dir``."""
-    ended = threading.Event()
-    thread = threading.Thread(target=_serve, args=(run_dir, ended), name=_THREAD, daemon=False)
-    thread.start()
+    return called_beside(lambda ended: _answer(run_dir, ended), _THREAD, _LOOK_S)
+
+
+def _answer(run_dir: Path, ended: threading.Event) -> None:
     try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-
-
-def _serve(run_dir: Path, ended: threading.Event) -> None:
-    while not ended.wait(_LOOK_S):
-        try:
-            seconds = float((run_dir / REQUEST).read_text(encoding="ascii"))
-        except (OSError, ValueError):  # nobody asked, or has not finished writing
-            continue
-        (run_dir / REQUEST).unlink()
-        try:
-            answer = trace(run_dir / TRACE, seconds, ended)
-        except Exception as error:  # a profiler that fails must not end the run
-            answer = {"problem": f"torch.profiler failed: {type(error).__name__}: {error}"}
-        temporary = run_dir / f".{ANSWER}"
-        temporary.write_text(json.dumps(answer), encoding="utf-8")
-        temporary.replace(run_dir / ANSWER)
+        seconds = float((run_dir / REQUEST).read_text(encoding="ascii"))
+    except (OSError, ValueError):  # nobody asked, or has not finished writing
+        return
+    (run_dir / REQUEST).unlink()
+    try:
+        answer = trace(run_dir / TRACE, seconds, ended)
+    except Exception as error:  # a profiler that fails must not end the run
+        answer = {"problem": f"torch.profiler failed: {type(error).__name__}: {error}"}
+    temporary = run_dir / f".{ANSWER}"
+    temporary.write_text(json.dumps(answer), encoding="utf-8")
+    temporary.replace(run_dir / ANSWER)
 
 
 def trace(path: Path, seconds: float, ended: threading.Event) -> dict[str, Any]:

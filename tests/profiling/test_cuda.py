@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -264,7 +263,6 @@ def test_gpu_tiny_kernels_of_a_thread_are_launch_bound_and_big_ones_are_not(tmp_
 
         thread = threading.Thread(target=work)
         thread.start()
-        owner: Callable[[int], str] = lambda tid: "target-0" if tid in native else "other"  # noqa: E731
         try:
             until(lambda: torch.cuda.is_initialized())
             with traced_on_request(tmp_path):
@@ -272,7 +270,7 @@ def test_gpu_tiny_kernels_of_a_thread_are_launch_bound_and_big_ones_are_not(tmp_
         finally:
             ended.set()
             thread.join()
-        use = read_trace(found.events, owner)
+        use = read_trace(found.events, lambda tid: "target-0" if tid in native else "other")
         assert found.problem is None and use is not None and "target-0" in use.stages, found.problem
         return use
 
