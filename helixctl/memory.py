@@ -59,6 +59,8 @@ class Load:
     drafter_devices: tuple[str, ...]
     target_dtype: str
     rows: int
+    pass_rows: int
+    """Of a drafter's forward and backward."""
     seq_len: int
     num_taps: int
     num_slots: int
@@ -219,9 +221,10 @@ def _drafter_lines(load: Load, device: str) -> Iterator[MemoryLine]:
     yield MemoryLine(device, "low-precision weights", count * step.copies, *layers)
     if load.num_processes > 1:
         yield MemoryLine(device, "gradients of all processes", _MASTER_BYTES // 2 * load.parameters, *layers)
+    rows = ("train.pass_rows", load.pass_rows) if load.pass_rows > 1 else ("train.micro_batch_rows", load.rows)
     shape = (
-        "train.micro_batch_rows",
-        f"lower train.micro_batch_rows ({load.rows}), drafter.num_anchors or drafter.block_size, and raise "
+        rows[0],
+        f"lower {rows[0]} ({rows[1]}), drafter.num_anchors or drafter.block_size, and raise "
         "train.grad_accum_steps by as much",
     )
     yield MemoryLine(device, "drafter activations", count * step.kept, *shape)

@@ -19,13 +19,15 @@ from helixctl.models.drafters._parts import count_frozen, freeze_problems
 from helixctl.models.facts import DTYPE_BYTES, TargetFacts, read_target_facts
 from helixctl.models.taps import choose_taps
 from helixctl.plugins import DRAFTERS, load_plugin
-from helixctl.recipe.schema import DrafterOptions, LoopOptions, Recipe
+from helixctl.recipe.schema import DrafterOptions, LoopOptions, Recipe, StepOptions
 
 if TYPE_CHECKING:
     from helixctl.data.count import DataCounts
     from helixctl.data.store import MixLine
 
 _FEW_CPUS = 4
+_PASS_SLOTS = 16384
+"""Slots of a forward and backward that keep a GPU's matrix products at full speed."""
 
 DtypeName = Literal["bfloat16", "float16", "float32"]
 
@@ -55,6 +57,8 @@ class Plan:
     batches_per_step: int
     """Micro-batches of one step, all drafters of all processes together."""
     rows_per_step: int
+    pass_rows: int
+    """Rows that go through a drafter's forward and backward together."""
     tokens_per_step: int
     """Real tokens on average; without a store, the room for them."""
     total_steps: int | None
@@ -134,7 +138,8 @@ def make_plan(recipe: Recipe, machine: Machine) -> Plan:
     target = read_target_facts(recipe.target)
     taps, problems = choose_taps(recipe.drafter, target)
     problems += freeze_problems(recipe.drafter, target, taps)
-    _refuse([*problems, *_check_mask_token(recipe.drafter, target), *check_devices(recipe.pipeline, machine)])
+    problems += [*_check_mask_token(recipe.drafter, target), *check_pass_rows(recipe.train)]
+    _refuse([*problems, *check_devices(recipe.pipeline, machine)])
     counts = _count_data(recipe, packing := recipe.data.packing and not target.recurrent)
     spans, drafters = make_spans(recipe.pipeline, machine, stored=recipe.target.features is not None)
     num_drafters, batches_per_step, rows_per_step = _step_size(recipe, machine, drafters)
@@ -155,6 +160,7 @@ def make_plan(recipe: Recipe, machine: Machine) -> Plan:
         world=machine.world,
         batches_per_step=batches_per_step,
         rows_per_step=rows_per_step,
+        pass_rows=load.pass_rows,
         tokens_per_step=round(rows_per_step * (counts.tokens_per_row if counts else recipe.data.seq_len)),
         total_steps=total_steps,
         warmup_steps=None if total_steps is None else recipe.train.warmup_of(total_steps),
@@ -199,13 +205,15 @@ def _make_load(recipe: Recipe, target: TargetFacts, devices: tuple[Spans, tuple[
     rows, seq_len = recipe.train.micro_batch_rows, recipe.data.seq_len
     size, taps = DTYPE_BYTES[_compute_dtype(recipe, drafters, machine)], choose_taps(recipe.drafter, target)[0]
     num_frozen = count_frozen(recipe.drafter, target, taps)
-    works = {d: Work(rows, seq_len, size, d != "cpu", recipe.compile.covers(d)) for d in drafters}
+    pass_rows = _pass_rows(recipe, drafters)
+    works = {d: Work(pass_rows, seq_len, size, d != "cpu", recipe.compile.covers(d)) for d in drafters}
     return Load(
         target=target,
         target_spans=spans,
         drafter_devices=drafters,
         target_dtype=_target_dtype(recipe, target, targets, machine),
         rows=rows,
+        pass_rows=pass_rows,
         seq_len=seq_len,
         num_taps=len(taps),
         last_hidden=options.needs_last_hidden(recipe.drafter),
@@ -218,6 +226,26 @@ def _make_load(recipe: Recipe, target: TargetFacts, devices: tuple[Spans, tuple[
         num_processes=machine.world.size,
         stored=recipe.target.features is not None,
     )
+
+
+def _pass_rows(recipe: Recipe, drafters: tuple[str, ...]) -> int:
+    """auto: all on a CPU; on a GPU the fewest that divide the micro-batch and keep its matrix products large."""
+    rows = recipe.train.micro_batch_rows
+    if recipe.train.pass_rows != "auto":
+        return recipe.train.pass_rows
+    if "cpu" in drafters:
+        return rows
+    slots = recipe.drafter.num_anchors * recipe.drafter.block_size
+    return next(n for n in range(1, rows + 1) if rows % n == 0 and (n * slots >= _PASS_SLOTS or n == rows))
+
+
+def check_pass_rows(train: StepOptions) -> Iterator[Problem]:
+    """Parts of a micro-batch are equal: the device sees one shape."""
+    rows, asked = train.micro_batch_rows, train.pass_rows
+    if asked != "auto" and rows % asked:
+        yield Problem(
+            "train.pass_rows", f"is {asked}, which does not divide train.micro_batch_rows ({rows})", fix="write auto"
+        )
 
 
 def _check_mask_token(drafter: DrafterOptions, target: TargetFacts) -> Iterator[Problem]:

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from helixctl.devices import make_devices
 from helixctl.errors import ModelError, RecipeError
+from helixctl.lm_plan import make_any_plan
 from helixctl.machine import Gpu, Machine, World
 from helixctl.models.taps import default_target_layer_ids
 from helixctl.plan import Plan, advised_slots, make_plan
 from helixctl.plugins import DRAFTERS, plugin_names
-from helixctl.recipe.load import load_recipe
+from helixctl.recipe.load import load_any_recipe, load_recipe
 from helixctl.recipe.schema import PipelineOptions, Recipe
 
 ROOT = Path(__file__).parent.parent
@@ -205,7 +206,7 @@ def test_what_deserves_a_warning(recipe):
 @pytest.mark.parametrize(
     ("options", "key", "words"),
     [
-        (("drafter.num_anchors=200", "train.micro_batch_rows=64"), "train.micro_batch_rows", "drafter activations"),
+        (("drafter.num_anchors=200", "train.micro_batch_rows=64"), "train.pass_rows", "drafter activations"),
         (("pipeline.slots=90000",), "pipeline.slots", "slots"),
         (("target.feature_cache_mib=900000",), "target.feature_cache_mib", "feature cache"),
     ],
@@ -286,12 +287,15 @@ def test_8b_on_eight_gpus_takes_the_same_steps():
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_recipe_plans(path, tmp_path):
+def test_every_recipe_plans(path, tmp_path, monkeypatch):
+    monkeypatch.setenv("LM_TEXT", str(tmp_path))
     (tmp_path / "config.json").write_text(
         json.dumps({**SMALL, "vocab_size": 200_000, "num_hidden_layers": 36}), encoding="utf-8"
     )
-    overrides = [f"target.model={tmp_path}", f"data.store={tmp_path / 'none'}"]
-    plan = make_plan(load_recipe(path, overrides), machine(8))
+    overrides = [f"data.store={tmp_path / 'none'}"]
+    if "kind: causal_lm" not in path.read_text(encoding="utf-8"):
+        overrides.append(f"target.model={tmp_path}")
+    plan = make_any_plan(load_any_recipe(path, overrides), machine(8))
     json.dumps(plan.to_json())
 
 

@@ -6,8 +6,8 @@ Legend: R rows, S tokens per row (``seq_len``), A anchors per row (``num_anchors
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -41,6 +41,12 @@ class MicroBatch:
     def num_tokens(self) -> int:
         """Real tokens, padding excluded."""
         return sum(end - start for row in self.spans for start, end in row)
+
+    def pinned(self) -> MicroBatch:
+        """The same micro-batch in page-locked memory, from which a GPU copies while the host goes on."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        tensors: dict[str, Any] = {name: v.pin_memory() for name, v in values.items() if isinstance(v, Tensor)}
+        return replace(self, **tensors)
 
 
 def make_document_batch(
@@ -94,3 +100,15 @@ class SlotBatch:
     """The micro-batch that now fills the slot (its CPU tensors and numbers)."""
     done: torch.cuda.Event | None = field(default=None, repr=False)
     """Recorded when the drafter has read the slot for the last time; the next writer waits on it."""
+    first_row: int = 0
+    """Row of the micro-batch that row 0 is; other than 0 in a part."""
+
+    def parts(self, rows: int) -> list[SlotBatch]:
+        """The slot in groups of ``rows`` rows, which divide R: views, no copies."""
+        count = len(self.input_ids)
+        return [self] if rows >= count else [self._part(i, i + rows) for i in range(0, count, rows)]
+
+    def _part(self, first: int, end: int) -> SlotBatch:
+        per_row = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "number"}
+        views: dict[str, Any] = {name: v[first:end] for name, v in per_row.items() if isinstance(v, Tensor)}
+        return replace(self, **views, features=[feature[first:end] for feature in self.features], first_row=first)

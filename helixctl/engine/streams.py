@@ -36,20 +36,23 @@ class Handoff(Generic[T]):
     value: T
     ready: torch.cuda.Event | None = None
     """Recorded when the value was complete; None on a CPU."""
+    lent: bool = False
+    """The sender keeps the memory, and writes there again only after it is told that the value has been read."""
 
     def take(self) -> T:
         """The value, usable on the current streams of the current device and of the value's device.
 
         Tensors in the value, alone or in a list or tuple, are marked as used on these streams: they come from the
         allocator's pool of the sender's stream and could else be given to the sender's next batch while a copy still
-        reads them. Buffers inside other objects (a slot) are owned for the whole run and need no mark.
+        reads them. Buffers inside other objects (a slot) are owned for the whole run and need no mark, nor does
+        what is lent.
         """
         if self.ready is None:
             return self.value
         streams = {torch.cuda.current_stream(), torch.cuda.current_stream(self.ready.device)}
         for stream in streams:
             stream.wait_event(self.ready)
-        for tensor in _tensors(self.value):
+        for tensor in () if self.lent else _tensors(self.value):
             for stream in streams:
                 if tensor.device == stream.device:
                     tensor.record_stream(stream)
@@ -101,9 +104,9 @@ class StreamContext:
         """
         return _named(name) if self._device.type == "cuda" else nullcontext()
 
-    def handoff(self, value: T) -> Handoff[T]:
+    def handoff(self, value: T, *, lent: bool = False) -> Handoff[T]:
         """Wrap what this context's stream on ``device`` has been told to compute or copy."""
-        return Handoff(value, self._record())
+        return Handoff(value, self._record(), lent)
 
     def done(self, buffer: Reusable) -> None:
         """Everything that reads ``buffer`` has been queued on this stream; call it before giving the buffer back."""

@@ -18,6 +18,9 @@ from helixctl.metrics import names
 
 Scalar = float | Tensor
 
+_MANY = 1024
+"""Tensors that a sum keeps before it adds them up."""
+
 
 class Meter:
     """Means as sums of numerators over sums of denominators, and plain sums, over a window.
@@ -31,7 +34,7 @@ class Meter:
         self._latest: dict[str, Scalar] = {}
 
     def add(self, name: str, numerator: Scalar, denominator: Scalar = 1.0) -> None:
-        """Add to a mean. Tensors hold one element, on any device; they are copied, so the caller may reuse them."""
+        """Add to a mean. Tensors hold one element, on any device; nobody overwrites them before the next flush."""
         top, bottom = self._means.setdefault(name, (_Sum(), _Sum()))
         top.add(numerator)
         bottom.add(denominator)
@@ -122,19 +125,19 @@ class _Sum:
 
     def __init__(self) -> None:
         self._number = 0.0
-        self._tensors: dict[torch.device, Tensor] = {}
+        self._tensors: list[Tensor] = []  # read at the flush: adding here would cost a few launches a step
 
     def add(self, value: Scalar) -> None:
         if not isinstance(value, Tensor):
             self._number += value
             return
         assert value.numel() == 1, f"a metric is one number, not a tensor of shape {tuple(value.shape)}"
-        copy = value.detach().reshape(()).to(torch.float64, copy=True)
-        known = self._tensors.get(copy.device)
-        self._tensors[copy.device] = copy if known is None else known + copy
+        self._tensors.append(value.detach())
+        if len(self._tensors) == _MANY:
+            self._tensors = list(_by_device_sum(self._tensors))
 
     def parts(self) -> list[Scalar]:
-        return [self._number, *self._tensors.values()]
+        return [self._number, *self._tensors]
 
 
 def _read(cells: list[Scalar]) -> list[float]:
@@ -147,10 +150,23 @@ def _read(cells: list[Scalar]) -> list[float]:
         else:
             result[index] = float(cell)
     for indices in by_device.values():
-        stacked = torch.stack([torch.as_tensor(cells[i]).detach().reshape(()).to(torch.float64) for i in indices])
+        stacked = _stacked([torch.as_tensor(cells[i]) for i in indices])
         for index, value in zip(indices, stacked.tolist(), strict=True):  # the window's only wait for the device
             result[index] = value
     return result
+
+
+def _stacked(tensors: list[Tensor]) -> Tensor:
+    """float64 [n] of tensors on one device: one launch for all of a type."""
+    kinds = {tensor.dtype for tensor in tensors}
+    if len(kinds) == 1:
+        return torch.stack([tensor.detach().reshape(()) for tensor in tensors]).to(torch.float64)
+    return torch.stack([tensor.detach().reshape(()).to(torch.float64) for tensor in tensors])
+
+
+def _by_device_sum(tensors: list[Tensor]) -> Iterator[Tensor]:
+    for device in {tensor.device for tensor in tensors}:
+        yield _stacked([tensor for tensor in tensors if tensor.device == device]).sum()
 
 
 def _take(read: Iterator[float], count: int) -> float:

@@ -25,6 +25,7 @@ from helixctl.decoding.policy import RowCache
 from helixctl.errors import ModelError
 from helixctl.models import attention, loading
 from helixctl.models.facts import TargetFacts, read_target_facts
+from helixctl.models.features import FixedFeatures, check_calls
 from helixctl.models.flex import FlexCall, make_flex
 from helixctl.models.shared import SharedWeights
 from helixctl.models.spread import RuleByDevice
@@ -46,6 +47,9 @@ class _Capture:
 
 class Target:
     """A frozen causal LM, what comes out of it on ``device``. Several threads may use it at once; see ``load``."""
+
+    lends = False
+    """Features are new memory at every call."""
 
     def __init__(
         self, model: Any, facts: TargetFacts, taps: Sequence[int], backend: attention.Backend, device: torch.device
@@ -124,20 +128,33 @@ class Target:
         Raises:
             ModelError: several documents in a row of a recurrent target, or layers that bypass our attention.
         """
-        wanted = {*self.taps, self.facts.num_layers - 1} if last_hidden else set(self.taps)
+        order = self._order(last_hidden)
+        wanted = set(order)
         capture = _Capture(frozenset(wanted), stop=True)
         ids = batch.input_ids.to(self.device, non_blocking=True)
         positions = batch.position_ids.to(self.device, non_blocking=True)
         with self._attend(batch) as rule, self._capturing(capture), suppress(_Done):
             self._decoder(input_ids=ids, position_ids=positions, use_cache=False)
-        if rule is not None and rule.num_calls != max(wanted) + 1:
-            raise ModelError(
-                f"{rule.num_calls} of {max(wanted) + 1} layers of {type(self._decoder).__name__} use our attention; in "
-                "the others documents of one row could see each other",
-                fix="use another target, or set data.packing: false and report this architecture",
-            )
-        order = [*self.taps, self.facts.num_layers - 1] if last_hidden else self.taps
+        if rule is not None:
+            check_calls(rule.num_calls, max(wanted) + 1, type(self._decoder).__name__)
         return [capture.states[layer].to(self.device, non_blocking=True) for layer in order]
+
+    def fixed(self, batch: MicroBatch, *, last_hidden: bool = False) -> FixedFeatures | None:
+        """What gives ``features`` fast for micro-batches of the shape of ``batch``, compiled and captured now.
+
+        For the thread that will use it, under the compile lock, while other threads are at rest. None where the
+        layers' attention is not flex: on a CPU, for a recurrent target, with ``target.compile: off``.
+
+        Raises:
+            ModelError: layers that bypass our attention.
+        """
+        if self.flex is None or self.facts.recurrent:
+            return None
+        return FixedFeatures(self._decoder, self._order(last_hidden), batch, self.flex, self.device)
+
+    def _order(self, last_hidden: bool) -> tuple[int, ...]:
+        """Layers in the order of the results."""
+        return (*self.taps, self.facts.num_layers - 1) if last_hidden else self.taps
 
     @torch.no_grad()
     def decode_step(

@@ -26,6 +26,10 @@ class FeatureSource(Protocol):
     def device(self) -> torch.device:
         """Where the features are."""
 
+    @property
+    def lends(self) -> bool:
+        """Whether features are overwritten ``OUTPUT_SETS`` calls later."""
+
     def features(self, batch: MicroBatch) -> list[Tensor]:
         """K tensors [R, S, H], one more where the last hidden state is wanted; values at padding mean nothing."""
 
@@ -35,6 +39,11 @@ class WithLastHidden:
     """A target that gives its last hidden state behind the taps."""
 
     target: Target
+
+    @property
+    def lends(self) -> bool:
+        """As the target's own."""
+        return self.target.lends
 
     @property
     def device(self) -> torch.device:
@@ -48,6 +57,8 @@ class WithLastHidden:
 
 class CachedFeatures:
     """A feature source that remembers documents until ``budget_bytes`` are full; used by one thread."""
+
+    lends = False
 
     def __init__(self, source: FeatureSource, budget_bytes: int) -> None:
         self.device = source.device

@@ -19,8 +19,10 @@ from helixctl.data.batch import MicroBatch, SlotBatch
 from helixctl.engine.channel import Channel, OrderedChannel
 from helixctl.engine.slots import SlotPool
 from helixctl.engine.streams import Handoff, StreamContext
+from helixctl.models.features import OUTPUT_SETS
 from helixctl.training.feature_cache import FeatureSource
 from helixctl.training.features import check_taps, leave_out_bad
+from helixctl.training.transport import Choice, Direct, Transport, choose_transport
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,15 @@ class Captured:
 
     work: Work
     features: Handoff[list[Tensor]]
+
+
+@dataclass(frozen=True)
+class TargetEnds:
+    """Between a target and its postprocess thread."""
+
+    out: Channel[Captured]
+    read: Channel[Handoff[None]]
+    """Comes back when features have been read; room for ``OUTPUT_SETS``, so that sending never waits."""
 
 
 class NumberSource:
@@ -99,18 +110,18 @@ class TargetStage:
         load: Callable[[], FeatureSource],
         taps: Sequence[int],
         inbox: Channel[Work],
-        outbox: Channel[Captured],
+        ends: TargetEnds,
     ) -> None:
         self.name = name
         self._taps = taps
         self._has_checked = False
         self._load = load
         self._inbox = inbox
-        self._outbox = outbox
+        self._ends = ends
         self._target: FeatureSource | None = None
 
     def setup(self) -> None:
-        """Load the weights, and compile."""
+        """Load the weights, compile, capture."""
         self._target = self._load()
 
     def run(self) -> None:
@@ -118,14 +129,16 @@ class TargetStage:
         target = self._target
         assert target is not None
         with StreamContext(target.device) as stream:
-            for work in self._inbox:
+            for number, work in enumerate(self._inbox):
+                if number >= OUTPUT_SETS:
+                    self._ends.read.receive().take()  # the features of two micro-batches ago have been copied away
                 with stream.named(self.name):
                     features = target.features(work.batch)
                 if not self._has_checked:
                     check_taps(features[: len(self._taps)], self._taps, work.batch)
                     self._has_checked = True
-                self._outbox.send(Captured(work, stream.handoff(features)))
-        self._outbox.close()
+                self._ends.out.send(Captured(work, stream.handoff(features, lent=target.lends)))
+        self._ends.out.close()
 
     def teardown(self) -> None:
         """Let go of the weights."""
@@ -139,41 +152,54 @@ class PostStage:
         self,
         name: str,
         device: torch.device,
-        inbox: Channel[Captured],
+        ends: TargetEnds,
         outbox: OrderedChannel[Handoff[SlotBatch]],
+        transport: Choice,
     ) -> None:
         self.name = name
         self._device = device
-        self._inbox = inbox
+        self._ends = ends
         self._outbox = outbox
+        self._choice: Choice = transport
+        self._transports: dict[torch.device, Transport] = {}
 
     def setup(self) -> None:
         """Nothing to load."""
 
     def run(self) -> None:
         """Until the target is done."""
-        for captured in self._inbox:
+        for captured in self._ends.out:
             slot = captured.work.slot
             with StreamContext(slot.input_ids.device, peer=self._device) as stream, stream.named(self.name):
                 stream.reuse(slot)
-                fill_slot(slot, captured.work.batch, captured.features.take())
+                features = captured.features.take()
+                fill_slot(slot, captured.work.batch, features, self._transport(slot.input_ids.device, len(features)))
+                self._ends.read.send(stream.handoff(None))
                 self._outbox.send(captured.work.place, stream.handoff(slot))
         self._outbox.close()
 
     def teardown(self) -> None:
-        """Nothing to release."""
+        """Let go of the host's buffers."""
+        self._transports = {}
+
+    def _transport(self, device: torch.device, num_features: int) -> Transport:
+        if device not in self._transports:
+            self._transports[device] = choose_transport(self._choice, self._device, device, num_features)
+        return self._transports[device]
 
 
-def fill_slot(slot: SlotBatch, batch: MicroBatch, features: Sequence[Tensor]) -> None:
+def fill_slot(
+    slot: SlotBatch, batch: MicroBatch, features: Sequence[Tensor], transport: Transport | None = None
+) -> None:
     """Copy a micro-batch and its features, K taps and perhaps the last hidden state, to the slot's fixed addresses.
 
     Documents with features that are not finite are left out there.
     """
-    num_taps = len(slot.features)
+    num_taps, transport = len(slot.features), transport or Direct()
     for destination, source in zip(slot.features, features[:num_taps], strict=True):
-        destination.copy_(source, non_blocking=True)
+        transport.copy(destination, source)
     if slot.last_hidden is not None:
-        slot.last_hidden.copy_(features[num_taps], non_blocking=True)
+        transport.copy(slot.last_hidden, features[num_taps])
     for name in ("input_ids", "position_ids", "document_ids", "loss_mask", "anchors", "anchor_valid"):
         getattr(slot, name).copy_(getattr(batch, name), non_blocking=True)
     if slot.number is not None:

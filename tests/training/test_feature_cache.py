@@ -15,6 +15,7 @@ class CountingSource:
     """Features that depend on nothing but the token and its position."""
 
     device = torch.device("cpu")
+    lends = False
 
     def __init__(self) -> None:
         self.calls = 0

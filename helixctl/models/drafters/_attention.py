@@ -9,7 +9,6 @@ Legend: R rows, S tokens per row, A anchors per row, B block size, N = blocks x 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,6 +19,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from helixctl.models.drafters._blocks import Blocks
+from helixctl.models.flex import ordered, whole_blocks
+from helixctl.models.private import compiled_here
 
 TILE = 128
 """Queries or keys that flex_attention skips or visits together."""
@@ -63,8 +64,11 @@ class FlexAttention:
     def __call__(self, query: Tensor, context: KeyValue, block: KeyValue) -> Tensor:
         """See ``BlockAttention``."""
         q, k, v = _by_row(query, context, block)
-        out: Tensor = _flex(query.device.type)(q, k, v, block_mask=self.block_mask, enable_gqa=True)
-        return out.transpose(1, 2).reshape(query.shape)
+        length = q.shape[2]
+        # Less than one tile comes out wrong in torch 2.11 and 2.13; whole tiles need no checks at the border either.
+        q, k, v = (whole_blocks(x, dim=2) for x in (q, k, v))
+        out: Tensor = _flex(query.device.type)(q, k, v, self.block_mask)
+        return out[:, :, :length].transpose(1, 2).reshape(query.shape)
 
 
 def make_dense_attention(blocks: Blocks, document_ids: Tensor, *, causal: bool = False) -> DenseAttention:
@@ -91,17 +95,18 @@ def make_flex_attention(blocks: Blocks, seq_len: int, *, causal: bool = False) -
 
     def visible(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         block = query // size
-        in_context = (key >= starts[row, block]) & (key < ends[row, block])
+        known = block.clamp(max=num_anchors - 1)  # queries that fill up the last tile have no block
+        in_context = (key >= starts[row, known]) & (key < ends[row, known])
         in_block = (key - seq_len) // size == block
         if causal:
             in_block = in_block & (key - seq_len <= query)
         return torch.where(key < seq_len, in_context, in_block)
 
-    lengths = (num_anchors * size, seq_len + num_anchors * size)
+    queries, keys = (-(-length // TILE) * TILE for length in (num_anchors * size, seq_len + num_anchors * size))
     some, full = _visible_tiles(starts, ends, size, seq_len)
-    by_query = (*_ordered(some & ~full), *_ordered(full))
-    by_key = (*_ordered((some & ~full).mT), *_ordered(full.mT))  # for the backward pass
-    mask = BlockMask(lengths, *by_query, *by_key, BLOCK_SIZE=(TILE, TILE), mask_mod=visible)
+    by_query = (*ordered(some & ~full), *ordered(full))
+    by_key = (*ordered((some & ~full).mT), *ordered(full.mT))  # for the backward pass
+    mask = BlockMask((queries, keys), *by_query, *by_key, BLOCK_SIZE=(TILE, TILE), mask_mod=visible)
     return FlexAttention(mask)
 
 
@@ -134,16 +139,6 @@ def _visible_tiles(starts: Tensor, ends: Tensor, size: int, seq_len: int) -> tup
     return (in_context.any(2) | own)[:, None], full[:, None]
 
 
-def _ordered(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """How many of the last axis are set, and their numbers in order: int32 [R, 1, tiles] and [R, 1, tiles, tiles]."""
-    num_tiles = tiles.shape[-1]
-    # By counting, not sorting: a compiled sort of this length is slow to build.
-    place = torch.where(tiles, tiles.long().cumsum(-1) - 1, num_tiles)  # the unset ones share a place that is cut off
-    numbers = torch.arange(num_tiles, device=tiles.device, dtype=torch.int32).expand(tiles.shape)
-    order = numbers.new_zeros((*tiles.shape[:-1], num_tiles + 1)).scatter(-1, place, numbers)
-    return tiles.sum(-1).to(torch.int32), order[..., :num_tiles].contiguous()
-
-
 def _by_row(query: Tensor, context: KeyValue, block: KeyValue) -> tuple[Tensor, Tensor, Tensor]:
     """Row-wise [R, heads, length, D]: queries, then context keys and values followed by the blocks'."""
     rows = context[0].shape[0]
@@ -159,10 +154,10 @@ def _by_row(query: Tensor, context: KeyValue, block: KeyValue) -> tuple[Tensor, 
 # while another one compiles.
 def _flex(device: str) -> Callable[..., Any]:
     if device == "cpu" or torch.compiler.is_dynamo_compiling():
-        return flex_attention
-    return _compiled_flex()
+        return _call_flex
+    return compiled_here(_call_flex)
 
 
-@functools.cache
-def _compiled_flex() -> Callable[..., Any]:
-    return torch.compile(flex_attention, dynamic=False)
+def _call_flex(query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask) -> Tensor:
+    out: Tensor = flex_attention(query, key, value, block_mask=block_mask, enable_gqa=True)
+    return out

@@ -8,7 +8,6 @@ Legend: n slots, C classes (the vocabulary, or a sample of it), H width.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from helixctl.models.drafters._layers import compute_dtype
+from helixctl.models.private import compiled_here
 from helixctl.models.shared import SharedWeights
 
 GPU_CHUNK_ROWS = 4096
@@ -177,10 +177,4 @@ def _softmax_by_rows(
 def _softmax_for(device: str) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     if torch.compiler.is_dynamo_compiling():
         return _softmax
-    return _softmax_by_rows if device == "cpu" else _compiled_softmax()
-
-
-@functools.cache
-def _compiled_softmax() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    compiled: Callable[..., tuple[Tensor, Tensor, Tensor]] = torch.compile(_softmax, dynamic=False)
-    return compiled
+    return _softmax_by_rows if device == "cpu" else compiled_here(_softmax)

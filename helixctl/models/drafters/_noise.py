@@ -28,7 +28,9 @@ _BITS = 23
 """Of a number drawn: with half a step added it is exact in float32, and never -1 or 1."""
 
 
-def add_noise(features: Sequence[Tensor], options: FeatureNoise, seed: int, number: Tensor | None) -> list[Tensor]:
+def add_noise(
+    features: Sequence[Tensor], options: FeatureNoise, seed: int, number: Tensor | None, first_row: int = 0
+) -> list[Tensor]:
     """Taps [R, S, H] with noise of the asked kind, in their own type; as they are for ``none``.
 
     Args:
@@ -36,12 +38,14 @@ def add_noise(features: Sequence[Tensor], options: FeatureNoise, seed: int, numb
         options: Kind and size.
         seed: The run's.
         number: [] int64 on the features' device, the micro-batch's; None counts as 0.
+        first_row: Row of the micro-batch that the taps begin with.
     """
     if options.kind == "none" or options.scale == 0.0:
         return list(features)
     device = features[0].device
     number = torch.zeros((), dtype=torch.int64, device=device) if number is None else number
     key = _scramble(number.to(torch.int32) * _ROW_STRIDE + _signed(seed * 0xC2B2AE35))
+    key = key + _signed(first_row * features[0].shape[1] * _ROW_STRIDE)
     noisy = _noisy_for(device.type)
     return [noisy(tap, key + _signed(i * _TAP_STRIDE), options.kind, options.scale) for i, tap in enumerate(features)]
 

@@ -19,11 +19,17 @@ def test_tiles_equal_those_of_torch(monkeypatch, size, tile):
     got = _attention.make_flex_attention(blocks, 200).block_mask
     lengths = (11 * size, 200 + 11 * size)
     expected = create_block_mask(got.mask_mod, 2, None, *lengths, device="cpu", BLOCK_SIZE=tile)
-    assert got.seq_lengths == lengths
+    assert got.seq_lengths == tuple(-(-length // tile) * tile for length in lengths)  # whole tiles
     assert torch.equal(got.to_dense(), expected.to_dense())  # none forgotten, none added
     # The same seen from the keys, for the backward pass.
     transposed = type(got).from_kv_blocks(
-        got.kv_num_blocks, got.kv_indices, got.full_kv_num_blocks, got.full_kv_indices, tile, got.mask_mod, lengths
+        got.kv_num_blocks,
+        got.kv_indices,
+        got.full_kv_num_blocks,
+        got.full_kv_indices,
+        tile,
+        got.mask_mod,
+        got.seq_lengths,
     )
     for name in ("q_num_blocks", "full_q_num_blocks"):
         assert torch.equal(getattr(got, name), getattr(transposed, name))

@@ -148,7 +148,7 @@ class DFlashDraftModel(nn.Module):
 
     def loss(self, slot: SlotBatch, shared: SharedWeights) -> LossTerms:
         """Loss and additive metrics of a training micro-batch; the caller divides over the whole step."""
-        features = add_noise(slot.features, self.options.feature_noise, self.seed, slot.number)
+        features = add_noise(slot.features, self.options.feature_noise, self.seed, slot.number, slot.first_row)
         drafted = self._drafted(features, slot, shared)
         own = self.variant.train
         return train_terms(drafted, self.options.loss) if own is None else own(drafted, self)
@@ -221,12 +221,16 @@ class DFlashDraftModel(nn.Module):
         return h.view(*ids.shape, h.shape[-1]), attention.index
 
     def _maybe_compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return compiled_here(function) if self.compiles and not torch.compiler.is_dynamo_compiling() else function
+        if not self.compiles or self.options.attention == "groups" or torch.compiler.is_dynamo_compiling():
+            return function
+        return compiled_here(function)
 
     def _attention(self, slot: SlotBatch, blocks: Blocks) -> BlockAttention:
         on_cpu = blocks.ids.device.type == "cpu"
         backend, causal = self.options.attention, self.variant.causal
-        if backend == "groups" or (backend == "auto" and on_cpu):
+        if backend == "auto" and on_cpu:
+            backend = "dense" if self.compiles else "groups"  # groups have other shapes in every micro-batch
+        if backend == "groups":
             return make_group_attention(blocks, causal=causal)
         if backend == "dense":
             return make_dense_attention(blocks, slot.document_ids, causal=causal)

@@ -1,0 +1,102 @@
+"""Work of fixed shapes as CUDA graphs: its launches leave the interpreter lock, its inputs and outputs never move.
+
+Rules for captures beside other threads: one at a time in a process, in the thread that will replay, in the mode
+``thread_local``; see https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graph-semantics
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+WARM_UPS = 2
+"""Calls before a capture: the first compiles, the second allocates what libraries need on the capture's stream."""
+
+
+class Captured(Generic[T]):
+    """One captured call; its outputs are overwritten by every ``replay``."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: T) -> None:
+        self._graph = graph
+        self._outputs = outputs
+
+    def replay(self) -> T:
+        """Queue the same work on the current stream; the same output objects every time."""
+        self._graph.replay()
+        return self._outputs
+
+
+class GraphPool:
+    """Captures calls into graphs that share one memory pool, so they run one after another on one stream.
+
+    Outputs stay; what is between is reused from graph to graph.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, function: Callable[[], T]) -> Captured[T]:
+        """Call ``function`` a few times, then capture it; leaves nothing running on the device.
+
+        Raises:
+            RuntimeError: it does something that no graph can hold, such as waiting for the device.
+        """
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            for _ in range(WARM_UPS):
+                function()
+        self._stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with (
+            torch.cuda.device(self._device),
+            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+        ):
+            outputs = function()
+        torch.cuda.synchronize(self._device)
+        return Captured(graph, outputs)
+
+
+class CapturedForward:
+    """``function`` of a few tensors of fixed shape, on one device. For one thread at a time.
+
+    It is captured several times, each time with outputs of its own, so that one set can be computed while another is
+    copied away. The caller sees to it that a set has been read before its turn comes again.
+    """
+
+    def __init__(
+        self, function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor], device: torch.device, num_sets: int
+    ) -> None:
+        """Warm up and capture.
+
+        Args:
+            function: Takes tensors like ``inputs`` on ``device``; launches the same work whatever they hold.
+            inputs: Examples on the CPU or on the device.
+            device: A CUDA device.
+            num_sets: Sets of outputs.
+
+        Raises:
+            RuntimeError: see ``GraphPool.capture``.
+        """
+        self._inputs = [torch.empty_like(tensor, device=device).copy_(tensor) for tensor in inputs]
+        self._turn = 0
+        pool = GraphPool(device)
+        self._sets = [pool.capture(lambda: list(function(*self._inputs))) for _ in range(num_sets)]
+
+    def __call__(self, *inputs: Tensor) -> list[Tensor]:
+        """Queue the copy of ``inputs`` and the forward on the current stream.
+
+        Returns:
+            The outputs of the set whose turn it is; they are overwritten ``num_sets`` calls later.
+        """
+        for held, given in zip(self._inputs, inputs, strict=True):
+            held.copy_(given, non_blocking=True)
+        turn = self._turn
+        self._turn = (turn + 1) % len(self._sets)
+        return self._sets[turn].replay()
