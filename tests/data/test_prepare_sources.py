@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
 
 from helixctl.cli.tables import prepare_rows
+from helixctl.data import prepare as prepare_module
 from helixctl.data.prepare import prepare
 from helixctl.errors import DataError
 from helixctl.recipe.schema import DrafterOptions, Recipe
@@ -66,6 +70,43 @@ def test_sources_are_accounted_for_apart_to_the_token(make_recipe: Callable[...,
     assert "10 empty" in shown["source chats"] and "(weight 1.5)" in shown["source chats"]
     assert "documents an epoch" not in shown["source c.jsonl"]
     assert {prompt["source"] for prompt in result.store.prompts()} == {"chats", "b.jsonl", "c.jsonl"}
+
+
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sources=st.lists(
+        st.tuples(st.integers(1, 40), st.sampled_from([0.1, 0.5, 1.0, 1.3, 2.0, 3.75])), min_size=1, max_size=4
+    ),
+    fraction=st.sampled_from([0.0, 0.3]),
+    chunk=st.sampled_from([1, 7, 256]),
+)
+def test_any_mix_is_exact_and_does_not_depend_on_how_it_was_read(
+    make_recipe: Callable[..., Recipe], tmp_path: Path, sources: list[tuple[int, float]], fraction: float, chunk: int
+) -> None:
+    listed = [
+        {
+            "path": write_rows(tmp_path / f"{number}.jsonl", [chat(f"{number}:{i}", "ab") for i in range(size)]),
+            "weight": weight,
+        }
+        for number, (size, weight) in enumerate(sources)
+    ]
+    recipe = make_recipe(listed, validation={"fraction": fraction}, max_dropped=1.0)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(prepare_module, "_CHUNK_PIECES", chunk)
+        try:
+            result = prepare(recipe)
+        except DataError as error:
+            assume("none is left to train on" not in str(error))
+            raise
+    assert balanced(result)
+    entries = Counter(text.split("user\n")[1].split("<")[0] for text in texts(result.store.split("train")))
+    for number, (counts, (size, weight)) in enumerate(zip(result.manifest.sources, sources, strict=True)):
+        own = {name: count for name, count in entries.items() if name.startswith(f"{number}:")}
+        trained = size - counts.held_out
+        assert sum(own.values()) == counts.documents == int(Fraction(str(weight)) * trained + Fraction(1, 2))
+        assert set(own.values()) <= {int(weight), int(weight) + 1}
+        assert counts.dropped.get("sampled_out", 0) == trained - len(own)
+    assert prepare(recipe).store.fingerprint == result.store.fingerprint
 
 
 def test_documents_keep_the_order_of_the_sources_whatever_their_weights(
