@@ -214,6 +214,7 @@ def _finish(
             | {"documents trained": state.trained_documents, "documents left out": state.bad_documents}
             | recorder.failed_writes,
             pipeline=_waits(pipeline),
+            sources=store.manifest.by_source,
         )
         write_json(plan.recipe.run.dir / "result.json", dataclasses.asdict(result))
         return dataclasses.asdict(result)
