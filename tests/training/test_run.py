@@ -37,6 +37,8 @@ def test_a_run_trains_validates_saves_and_accounts_for_everything(recipe: Path) 
     assert result.accounting["micro-batches produced"] == 6 + 2 * 2  # two passes of two rows
     assert result.accounting["micro-batches in flight at the end"] == 0
     assert result.accounting["documents read"] == 8
+    [source] = result.sources.values()
+    assert source["read"] == source["kept"] + sum(source["dropped"].values()) == 8
     assert {line["step"] for line in metrics(recipe.parent / "run") if "val/loss" in line} == {3, 6}
     assert json.loads((recipe.parent / "run" / "result.json").read_text())["steps"] == 6
     assert not (recipe.parent / "run" / "run.pid").exists()
@@ -47,6 +49,14 @@ def test_the_loss_falls_on_a_few_documents(recipe: Path) -> None:
     run_training(plan)
     losses = [line["train/loss"] for line in metrics(recipe.parent / "run") if "train/loss" in line]
     assert losses[-1] < 0.7 * losses[0]
+
+
+def test_a_curriculum_is_part_of_what_a_resume_compares(recipe: Path) -> None:
+    sorted_first = "data.curriculum={epochs: 2, spread: 0.0}"
+    assert run_training(make_world_plan(recipe, sorted_first)).finished
+    with pytest.raises(CheckpointError, match="changed since the checkpoint was written: curriculum"):
+        run_training(make_world_plan(recipe), resume=True)
+    assert run_training(make_world_plan(recipe, sorted_first), resume=True).finished
 
 
 def test_same_recipe_same_parameters_bit_for_bit(recipe: Path) -> None:
