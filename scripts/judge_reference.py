@@ -28,7 +28,6 @@ from helixctl.errors import HelixError, UsageError
 from helixctl.models.drafters.dflash import plugin
 from helixctl.models.drafters.dflash.options import Options
 from helixctl.models.drafters.dflash.published import options_of
-from helixctl.models.facts import TargetFacts, read_target_facts
 from helixctl.models.target import Target
 from helixctl.recipe.schema import TargetOptions
 
@@ -37,7 +36,19 @@ NUM_ANCHORS = 4
 TINY_TAPS = (0, 1, 2)
 """Not the last layer: z-lab's loop reads its state after the final norm, helixctl before it."""
 TINY_TARGETS = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "phi3")
-TINY_STEPS = 400
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """How a drafter learns a target's answers by heart."""
+
+    answer_tokens: int
+    steps: int
+    anchors: int | None = None
+    """Blocks per step; None: one for every token."""
+
+
+TINY_LESSON = Lesson(answer_tokens=40, steps=400)
 
 
 @dataclass(frozen=True)
@@ -96,7 +107,7 @@ def load_target(folder: Path, taps: tuple[int, ...]) -> Target:
 
 
 def read_prompts(path: Path, target_dir: Path, count: int) -> list[list[int]]:
-    """``count`` prompts spread over a file, as token ids with the target's chat template."""
+    """``count`` prompts spread over a file, as token ids with the target's chat template; as plain text without one."""
     from transformers import AutoTokenizer
 
     from helixctl.data.prompts import Prompt
@@ -108,6 +119,8 @@ def read_prompts(path: Path, target_dir: Path, count: int) -> list[list[int]]:
     tokenizer: Any = AutoTokenizer.from_pretrained(str(target_dir))
     chosen = itertools.islice(found, 0, None, max(len(found) // count, 1))
     messages = [list(prompt.messages) for prompt in itertools.islice(chosen, count)]
+    if tokenizer.chat_template is None:
+        return [tokenizer(one[-1]["content"])["input_ids"] for one in messages]
     rendered = [tokenizer.apply_chat_template(m, add_generation_prompt=True, return_dict=True) for m in messages]
     return [[int(token) for token in one["input_ids"]] for one in rendered]
 
@@ -196,7 +209,6 @@ def make_tiny(work: Path, kind: str, *, scale_embeddings: bool) -> None:
 
     tiny.save_tiny(getattr(tiny, f"tiny_{kind}")(initializer_range=0.15), work / "target")
     target = load_target(work / "target", TINY_TAPS)
-    facts = read_target_facts(TargetOptions(model=str(work / "target")))
     options = Options(
         num_layers=2,
         target_layer_ids=TINY_TAPS,
@@ -205,23 +217,23 @@ def make_tiny(work: Path, kind: str, *, scale_embeddings: bool) -> None:
         rope_theta=5000.0,
         scale_embeddings=scale_embeddings,
     )
-    drafter = train_tiny(target, options, facts)
-    export_drafter(drafter, ExportSource(options, facts, TINY_TAPS, "target"), work / "export")
+    drafter = overfit(target, options, tiny_prompts(6, seed=1) + tiny_prompts(6, seed=2), TINY_LESSON)
+    export_drafter(drafter, ExportSource(options, target.facts, TINY_TAPS, "target"), work / "export")
 
 
-def train_tiny(target: Target, options: Options, facts: TargetFacts) -> nn.Module:
-    """Overfit a small drafter on the target's own greedy answers, also those of the judged prompts."""
-    drafter = plugin.build(options, facts, target.taps, 0)
-    prompts = tiny_prompts(6, seed=1) + tiny_prompts(6, seed=2)
-    answers = decode_plain(target, prompts, DecodeOptions(max_new_tokens=40))
+def overfit(target: Target, options: Options, prompts: list[list[int]], lesson: Lesson) -> nn.Module:
+    """A small drafter that knows the target's own greedy answers, also those of the judged prompts."""
+    drafter = plugin.build(options, target.facts, target.taps, 0)
+    answers = decode_plain(target, prompts, DecodeOptions(max_new_tokens=lesson.answer_tokens))
     slots = []
     for answer in answers:
         ids = torch.tensor([*answer.prompt_ids, *answer.tokens])
         positions = torch.arange(len(ids))[None]
         _, features = target.decode_step(ids[None], positions, target.new_cache(1, len(ids)))
-        slots.append(make_slot(ids, features, torch.arange(len(answer.prompt_ids), len(ids) - 1)))
+        anchors = torch.arange(len(answer.prompt_ids), len(ids) - 1)
+        slots.append(make_slot(ids, features, anchors[: lesson.anchors]))
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3)
-    for step in range(TINY_STEPS):
+    for step in range(lesson.steps):
         terms = drafter.loss(slots[step % len(slots)], target.shared)
         optimizer.zero_grad()
         (terms.numerator / terms.denominator).backward()
