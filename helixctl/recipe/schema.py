@@ -219,6 +219,8 @@ class StepOptions(Section):
 
     micro_batch_rows: PositiveInt = 1
     """Rows that go through the pipeline together."""
+    pass_rows: Auto | PositiveInt = "auto"
+    """Rows that go through the trained model's forward and backward together; fewer need less memory."""
     grad_accum_steps: PositiveInt = 1
     """Micro-batches per training loop and step."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
