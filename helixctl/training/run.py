@@ -149,17 +149,27 @@ def _run(plan: Plan, store: Store, state: TrainState, record: _Record | None, co
     return result
 
 
+def _gpu_uuids(devices: set[str]) -> dict[str, str]:
+    """What the driver calls them: CUDA and the driver may number GPUs differently."""
+    return {device: f"GPU-{torch.cuda.get_device_properties(device).uuid}" for device in sorted(devices)}
+
+
 @contextmanager
 def _status(pipeline: Pipeline, control: Control, plan: Plan) -> Iterator[None]:
     """Keep ``status.json`` fresh while the block runs, and leave in it how the run ended."""
     drafters = pipeline.drafters
+    devices = {drafter.name: str(drafter.device) for drafter in drafters}
+    for i, device in enumerate(getattr(plan, "target_devices", ())):
+        devices |= dict.fromkeys((f"target-{i}", f"target-{i}-post"), device)
+    gpus = _gpu_uuids({device for device in devices.values() if device.startswith("cuda")})
 
     def counters() -> dict[str, Any]:
         return {
             "step": drafters[0].step_number,
             "total_steps": num_steps(plan),
             "trained_tokens": sum(drafter.trained_tokens for drafter in drafters),
-            "devices": {drafter.name: str(drafter.device) for drafter in drafters},
+            "devices": devices,
+            "gpus": gpus,
         }
 
     status = StatusFile(plan.recipe.run.dir / FILE_NAME, pipeline.stats, counters)
