@@ -185,6 +185,12 @@ def _speed_rows(result: ValidationResult) -> dict[str, str]:
             f"{result.speculative_tokens_per_s:,.1f} tokens/s with the drafter, "
             f"{result.plain_tokens_per_s:,.1f} without: {factor:.2f}x, one prompt at a time"
         )
+    for speed in result.speeds[1:]:
+        factor = speed.speculative_tokens_per_s / speed.plain_tokens_per_s
+        rows[f"speed, {speed.batch_size} at a time"] = (
+            f"{speed.speculative_tokens_per_s:,.1f} tokens/s with the drafter, "
+            f"{speed.plain_tokens_per_s:,.1f} without: {factor:.2f}x"
+        )
     if result.settings is not None:
         rows["settings"] = ", ".join(f"{k} {v}" for k, v in vars(result.settings).items() if v is not None)
     if result.turns_left_out:

@@ -196,7 +196,8 @@ class RowBatch:
         ).tolist()  # the cycle's one sync: tokens decide what is next
         for i, (row, (accepted, *tokens)) in enumerate(zip(rows, host, strict=True)):
             if row.finish is None:
-                row.emit(tokens[: accepted + 1], gaps[i] if gaps else (), self._options.stop_ids, width - 1)
+                kept = min(accepted, row.room - 1)  # a row's last block is no longer than what it may emit
+                row.emit(tokens[: kept + 1], gaps[i] if gaps else (), self._options.stop_ids, width - 1)
 
     def _draft(self, block: SampledBlock | None) -> Tensor:
         """Proposals [L, B-1]; the drafter always works on all lanes."""

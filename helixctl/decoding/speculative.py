@@ -67,13 +67,23 @@ def decode_speculative(
     Raises:
         UsageError: as `decode_plain`; a block larger than the drafter's, or of one token.
     """
+    block_size = check_block_size(options, policy)
+    return _in_order(_run(target, policy, prompts, options, block_size, on_progress))
+
+
+def check_block_size(options: DecodeOptions, policy: DraftPolicy) -> int:
+    """Tokens per block that ``options`` ask for.
+
+    Raises:
+        UsageError: more than the drafter has, or too few to draft.
+    """
     block_size = options.block_size or policy.block_size
     if not 2 <= block_size <= policy.block_size:
         raise UsageError(
             f"block size {block_size} is not between 2 and the drafter's own",
             fix=f"use {policy.block_size} or less; the anchor counts, so 2 drafts one token",
         )
-    return _in_order(_run(target, policy, prompts, options, block_size, on_progress))
+    return block_size
 
 
 def _in_order(answers: Iterator[tuple[int, Decoded]]) -> list[Decoded]:

@@ -33,12 +33,43 @@ class TimedDecode:
         return self.num_tokens / self.elapsed_s
 
 
+Decode = Callable[[Prompts, DecodeOptions, OnProgress | None], Sequence[Decoded]]
+"""Any way to answer prompts."""
+
+
+def time_decode(
+    device: torch.device,
+    decode: Decode,
+    prompts: Prompts,
+    options: DecodeOptions,
+    *,
+    on_progress: OnProgress | None = None,
+) -> TimedDecode:
+    """Time one call of `decode`, whatever it runs on `device`.
+
+    A short decode goes first, outside the measurement; on a GPU the whole of it does, since what is captured there is
+    captured for a number of rows and a length.
+    """
+    if device.type == "cuda":
+        decode(prompts, options, None)
+    else:
+        decode(prompts[: options.batch_size], _warm_up(options), None)
+    _wait(device)
+    started_at = time.perf_counter()
+    decoded = decode(prompts, options, on_progress)
+    _wait(device)
+    return TimedDecode(tuple(decoded), time.perf_counter() - started_at)
+
+
 def time_plain(
     target: DecodeTarget, prompts: Prompts, options: DecodeOptions, *, on_progress: OnProgress | None = None
 ) -> TimedDecode:
-    """Time `decode_plain`; a short decode of the same prompts goes first, outside the measurement."""
-    decode_plain(target, prompts[: options.batch_size], _warm_up(options))
-    return _timed(target, lambda: decode_plain(target, prompts, options, on_progress=on_progress))
+    """Time `decode_plain`."""
+
+    def decode(prompts: Prompts, options: DecodeOptions, on_progress: OnProgress | None) -> list[Decoded]:
+        return decode_plain(target, prompts, options, on_progress=on_progress)
+
+    return time_decode(target.device, decode, prompts, options, on_progress=on_progress)
 
 
 def time_speculative(
@@ -49,21 +80,16 @@ def time_speculative(
     *,
     on_progress: OnProgress | None = None,
 ) -> TimedDecode:
-    """Time `decode_speculative`; a short decode of the same prompts goes first, outside the measurement."""
-    decode_speculative(target, policy, prompts[: options.batch_size], _warm_up(options))
-    return _timed(target, lambda: decode_speculative(target, policy, prompts, options, on_progress=on_progress))
+    """Time `decode_speculative`."""
+
+    def decode(prompts: Prompts, options: DecodeOptions, on_progress: OnProgress | None) -> list[Decoded]:
+        return decode_speculative(target, policy, prompts, options, on_progress=on_progress)
+
+    return time_decode(target.device, decode, prompts, options, on_progress=on_progress)
 
 
 def _warm_up(options: DecodeOptions) -> DecodeOptions:
     return replace(options, max_new_tokens=min(options.max_new_tokens, WARM_UP_TOKENS))
-
-
-def _timed(target: DecodeTarget, decode: Callable[[], Sequence[Decoded]]) -> TimedDecode:
-    _wait(target.device)
-    started_at = time.perf_counter()
-    decoded = decode()
-    _wait(target.device)
-    return TimedDecode(tuple(decoded), time.perf_counter() - started_at)
 
 
 def _wait(device: torch.device) -> None:

@@ -116,6 +116,16 @@ class Settings:
 
 
 @dataclass(frozen=True)
+class Speed:
+    """Tokens per second, over all rows, in the target's own precision; prefill included, warm-up not."""
+
+    batch_size: int
+    """Prompts decoded together."""
+    plain_tokens_per_s: float
+    speculative_tokens_per_s: float
+
+
+@dataclass(frozen=True)
 class GreedyCheck:
     """Speculative against plain greedy output in one precision."""
 
@@ -163,6 +173,8 @@ class ValidationResult:
     """All sources together."""
     samples: SampleCheck | None = None
     """With a temperature: whether the answers are drawn from the target's distribution."""
+    speeds: tuple[Speed, ...] = ()
+    """One prompt at a time, then a batch."""
     turns_left_out: int = 0
     """Turns whose history left no room for an answer."""
 

@@ -15,9 +15,10 @@ from helixctl.data.fingerprint import check_tokenizer, load_fast_tokenizer
 from helixctl.data.store import Store
 from helixctl.decoding.decoded import Decoded, DecodeOptions, DecodeProgress, accept_len
 from helixctl.decoding.distribution import check_samples
+from helixctl.decoding.fastest import FastestDecoder
 from helixctl.decoding.losslessness import compare_greedy, measure_noise
-from helixctl.decoding.speculative import decode_plain, decode_speculative
-from helixctl.decoding.timing import time_plain, time_speculative
+from helixctl.decoding.speculative import decode_speculative
+from helixctl.decoding.timing import time_decode
 from helixctl.errors import DataError, UsageError
 from helixctl.models.target import Target
 from helixctl.plan import Plan
@@ -36,7 +37,7 @@ from helixctl.training.live import ShuffledFeatures, decode_options, held_out_pr
 from helixctl.training.process import set_up_process
 from helixctl.training.proofs import MAX_TOKENS, prove
 from helixctl.training.restore import Trained, load_trained
-from helixctl.training.results import GreedyCheck, Settings, ValidationResult
+from helixctl.training.results import GreedyCheck, Settings, Speed, ValidationResult
 from helixctl.training.run_dir import choose_checkpoint
 from helixctl.training.scores import prompt_results, source_results, total_result
 from helixctl.training.stages import fill_slot
@@ -96,6 +97,7 @@ class Validator:
         self.device = torch.device(plan.target_devices[0])
         """Of target and drafter: nothing here is split over devices."""
         self.model, self.step = trained.model, trained.step
+        self._decoder: FastestDecoder | None = None
 
     def held_out(self, target: Target, store: Store) -> dict[str, float]:
         """The metrics of the run's own validation pass."""
@@ -116,9 +118,8 @@ class Validator:
 
     def speculate(self, target: Target, prompts: Sequence[Ids], options: DecodeOptions) -> list[Decoded]:
         """Answer every prompt with the drafter."""
-        policy = make_policy(self.plan, self.model, target.shared)
         progress = self._count(f"speculative decoding, {_name(target)}")
-        return decode_speculative(target, policy, prompts, options, on_progress=progress)
+        return self._decoder_of(target).drafted(prompts, options, progress)
 
     def compare(
         self, target: Target, prompts: Sequence[Ids], options: DecodeOptions, drafted: Sequence[Decoded] | None = None
@@ -128,11 +129,11 @@ class Validator:
         Margins and rounding are measured where answers differ: they cost a pass of their own.
         """
         drafted = self.speculate(target, prompts, options) if drafted is None else drafted
-        progress = self._count(f"plain decoding, {_name(target)}")
-        answers = decode_plain(target, prompts, options, on_progress=progress)
+        decoder, progress = self._decoder_of(target), self._count(f"plain decoding, {_name(target)}")
+        answers = decoder.plain(prompts, options, progress)
         noise = None
         if any(one.tokens != other.tokens for one, other in zip(answers, drafted, strict=True)):
-            answers = decode_plain(target, prompts, replace(options, record_margins=True))
+            answers = decoder.plain(prompts, replace(options, record_margins=True))
             block_size = options.block_size or self.plan.recipe.drafter.block_size
             parted = [difference.prompt for difference in compare_greedy(answers, drafted, 0.0).differences]
             judged = [*parted, *(place for place in range(len(prompts)) if place not in parted)][:NOISE_ANSWERS]
@@ -142,18 +143,26 @@ class Validator:
         differing = {difference.prompt for difference in found.differences}
         return Compared(check, tuple(index not in differing for index in range(len(prompts))))
 
-    def speed(self, target: Target, prompts: Sequence[Ids], options: DecodeOptions) -> tuple[float, float]:
-        """Tokens per second without and with the drafter, a few prompts one after the other.
+    def speeds(self, target: Target, prompts: Sequence[Ids], options: DecodeOptions) -> tuple[Speed, ...]:
+        """A few prompts one after the other, then a batch of them together.
 
-        One row at a time is where a drafter helps: there, a forward costs the reading of the weights, whatever the
+        One row at a time is where a drafter helps most: there, a forward costs the reading of the weights, whatever the
         number of tokens.
         """
-        ids = prompts[:SPEED_PROMPTS]
-        alone = replace(options, batch_size=1, max_new_tokens=min(options.max_new_tokens, SPEED_NEW_TOKENS))
-        policy = make_policy(self.plan, self.model, target.shared)
-        plain = time_plain(target, ids, alone, on_progress=self._count("speed without the drafter"))
-        drafted = time_speculative(target, policy, ids, alone, on_progress=self._count("speed with the drafter"))
-        return plain.tokens_per_s, drafted.tokens_per_s
+        short = replace(options, max_new_tokens=min(options.max_new_tokens, SPEED_NEW_TOKENS))
+        together = min(options.batch_size, len(prompts))
+        wanted = {1: prompts[:SPEED_PROMPTS], together: prompts[:together]}
+        return tuple(self._speed(target, own, replace(short, batch_size=size)) for size, own in wanted.items())
+
+    def _speed(self, target: Target, prompts: Sequence[Ids], options: DecodeOptions) -> Speed:
+        decoder, device, size = self._decoder_of(target), target.device, options.batch_size
+        ways = {f"speed without the drafter, {size} at a time": decoder.plain}
+        ways[f"speed with the drafter, {size} at a time"] = decoder.drafted
+        plain, drafted = (
+            time_decode(device, decode, prompts, options, on_progress=self._count(what)).tokens_per_s
+            for what, decode in ways.items()
+        )
+        return Speed(size, plain, drafted)
 
     def shuffled(self, target: Target, prompts: Sequence[Ids], options: DecodeOptions) -> float | None:
         """Acceptance length when the drafter is fed with features of the wrong places."""
@@ -161,6 +170,12 @@ class Validator:
         progress = self._count("control with shuffled features")
         answers = decode_speculative(target, policy, prompts, options, on_progress=progress)
         return accept_len(answers)
+
+    def _decoder_of(self, target: Target) -> FastestDecoder:
+        """One at a time: what another target's holds on its device is let go of."""
+        if self._decoder is None or self._decoder.target is not target:
+            self._decoder = FastestDecoder(target, make_policy(self.plan, self.model, target.shared))
+        return self._decoder
 
     def _count(self, what: str) -> Callable[[DecodeProgress], None]:
         return lambda progress: self.on_progress(what, progress.num_done, progress.num_prompts)
@@ -221,12 +236,13 @@ def _judged(
     prompts = [turn.prompt.ids for turn in turns]
     drafted = [turn.decoded for turn in turns]
     control = validator.shuffled(target, prompts, options)
-    plain_speed, drafted_speed = validator.speed(target, prompts, options)
+    speeds = validator.speeds(target, prompts, options)
     result = replace(
         result,
         accept_len_shuffled=control,
-        plain_tokens_per_s=plain_speed,
-        speculative_tokens_per_s=drafted_speed,
+        plain_tokens_per_s=speeds[0].plain_tokens_per_s,
+        speculative_tokens_per_s=speeds[0].speculative_tokens_per_s,
+        speeds=speeds,
     )
     exact = _exact(validator.plan, target)
     if options.sampling is not None:

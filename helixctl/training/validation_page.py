@@ -167,9 +167,12 @@ def _fact_sections(result: ValidationResult) -> Iterator[tuple[str, dict[str, An
         yield "Checks", checks
     if result.settings is not None:
         yield "Settings", {name: value for name, value in vars(result.settings).items() if value is not None}
-    speeds = {
-        "tokens per second without the drafter, one prompt at a time": result.plain_tokens_per_s,
-        "tokens per second with the drafter": result.speculative_tokens_per_s,
+    speeds: dict[str, float | str | None] = {
+        f"tokens per second, {_together(speed.batch_size)}": f"{page.text(speed.speculative_tokens_per_s)} with the "
+        f"drafter, {page.text(speed.plain_tokens_per_s)} without"
+        for speed in result.speeds
+    }
+    speeds |= {
         "acceptance length with shuffled features": result.accept_len_shuffled,
         "turns left out: no room behind their history": result.turns_left_out or None,
     }
@@ -178,6 +181,10 @@ def _fact_sections(result: ValidationResult) -> Iterator[tuple[str, dict[str, An
         yield "Speed and control", known
     if result.held_out:
         yield "Held-out rows", result.held_out
+
+
+def _together(batch_size: int) -> str:
+    return "one prompt at a time" if batch_size == 1 else f"{batch_size} prompts together"
 
 
 def _state(passed: bool) -> str:

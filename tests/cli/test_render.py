@@ -61,6 +61,8 @@ def test_validation_shows_answers_speed_and_proofs(capsys):
         "math  ",
         "75.0 %",
         "1.50x",
+        "speed, 8 at a time",
+        "1.10x",
         "7 of 8 identical, 1 near-ties",
         "passed: bit for bit",
         "FAILED: 0.5 off",
@@ -71,7 +73,7 @@ def test_validation_shows_answers_speed_and_proofs(capsys):
 
 def test_validation_without_live_decoding(capsys):
     bare = replace(VALIDATED, accept_len=None, accept_len_shuffled=None, plain_tokens_per_s=None)
-    render.render_validation(replace(bare, total=None, sources=(), settings=None))
+    render.render_validation(replace(bare, total=None, sources=(), settings=None, speeds=()))
     out = capsys.readouterr().out
     assert "live decoding" not in out and "by position" not in out
 

@@ -113,7 +113,7 @@ class FakePolicy:
 
     def draft(self, anchor_ids, positions, call):
         assert anchor_ids.shape == positions.shape == (len(self.filled),)
-        assert call.size <= self.block_size and call.length == int(positions.max())
+        assert call.size <= self.block_size and call.length >= int(positions.max())
         self.num_drafts += 1
         drafts = [self._row(r, *a) for r, a in enumerate(zip(anchor_ids.tolist(), positions.tolist(), strict=True))]
         logits = torch.nn.functional.one_hot(torch.tensor(drafts), self.target.vocab_size).float()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -46,7 +48,7 @@ def test_shares_add_up_to_the_acceptance_length(block_size, share, max_new_token
     emitted = sum(sum(one.accepted) for one in answers)
     bonuses = cycles - sum(not one.last_is_bonus for one in answers if one.accepted)
     assert sum(p.accepted for p in found) == emitted - bonuses
-    for before, after in zip(found, found[1:], strict=False):
+    for before, after in itertools.pairwise(found):
         assert before.judged >= after.judged and before.accepted >= after.accepted
     for p in found:
         assert p.accepted <= p.reached <= p.judged <= cycles

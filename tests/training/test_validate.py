@@ -54,7 +54,8 @@ def test_decoding_is_lossless_and_stands_beside_its_control(trained: TrainedWorl
     assert found.total is not None and found.total.accept_len == found.accept_len
     assert found.settings is not None and found.settings.block_size == trained.plan().recipe.drafter.block_size
     assert found.plain_tokens_per_s and found.speculative_tokens_per_s
-    assert all(done == total for done, total in seen.values()) and len(seen) == 6, seen
+    assert [speed.batch_size for speed in found.speeds] == [1, 2]
+    assert all(done == total for done, total in seen.values()) and len(seen) == 8, seen
 
 
 def test_a_target_in_bfloat16_is_judged_in_float32_and_shown_in_both(trained: TrainedWorld) -> None:

@@ -10,6 +10,7 @@ from helixctl.training.results import (
     Segment,
     Settings,
     SourceResult,
+    Speed,
     TurnResult,
     ValidationResult,
 )
@@ -38,5 +39,6 @@ VALIDATED = ValidationResult(
     proofs=(Proof("no leak", True, "bit for bit"), Proof("taps", False, "0.5 off")),
     settings=Settings(8, 128, 0.0, None, 1.0, 0, 4, 20, None),
     sources=(make_source("math", 2.3, (6, 4, 1)), make_source("talk", 1.4, (3, 1))),
+    speeds=(Speed(1, 100.0, 150.0), Speed(8, 600.0, 660.0)),
     total=make_source("all", 2.2, (5, 3, 1)),
 )

@@ -1,0 +1,304 @@
+"""Speculative decoding at speed: a cycle is the same work whatever the rows hold, so that on a GPU it is one graph.
+
+As `steady.py` does for plain decoding: anchors, positions and caches stay on the device and never move; the host queues
+`CHUNK_CYCLES` cycles - draft, verify, accept, give the drafter its features - and then reads all their tokens at once.
+What a row computes behind its answer's end is thrown away. `speculative.py` is the slow and obvious loop.
+
+Legend: R rows, L positions of a row, C cycles per chunk, B block_size, T tokens per row, K taps, H width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from helixctl.decoding.decoded import Decoded, DecodeOptions, DecodeProgress
+from helixctl.decoding.greedy import accepted_drafts, best_tokens
+from helixctl.decoding.policy import DecodeTarget, DraftCall, DraftPolicy, RowCache, padded_rows
+from helixctl.decoding.rows import PREFILL_TOKENS, Row
+from helixctl.decoding.sampling import SampledBlock, Sampling, sample_tokens
+from helixctl.decoding.speculative import OnProgress, Prompts, check_block_size, make_rows
+
+CHUNK_CYCLES = 4
+"""Cycles between two looks at the tokens: an answer that ends within them leaves its row idle for the rest."""
+_LENGTH_STEP = 128
+
+_log = logging.getLogger(__name__)
+
+
+class SteadySpeculator:
+    """Answers sets of prompts with a drafter; rows, caches and graph are kept as long as they fit.
+
+    The answers are those of ``decode_speculative``: greedy ones up to rounding, sampled ones from the same
+    distribution. For one thread.
+    """
+
+    def __init__(self, target: DecodeTarget, policy: DraftPolicy) -> None:
+        self._target = target
+        self._policy = policy
+        self._rows: _Rows | None = None
+
+    @torch.no_grad()
+    def decode(
+        self, prompts: Prompts, options: DecodeOptions, *, on_progress: OnProgress | None = None
+    ) -> list[Decoded]:
+        """One answer per prompt, in order.
+
+        Raises:
+            UsageError: as ``decode_speculative``.
+        """
+        assert not options.record_margins, "margins are read by losslessness.py, which decodes by rows.py"
+        block_size = check_block_size(options, self._policy)
+        waiting = make_rows(prompts, options)
+        if not waiting:
+            return []
+        work = _Work(self._fitting(waiting, options, block_size), waiting, options)
+        done: dict[int, Decoded] = {}
+        num_tokens = 0
+        while work.left:
+            work.launch()
+            for row in work.take_finished():  # the device works meanwhile
+                done[row.index] = row.decoded()
+                num_tokens += len(row.tokens)
+            if on_progress is not None:
+                on_progress(DecodeProgress(len(done), len(prompts), num_tokens + work.num_tokens))
+            work.collect()
+        return [done[index] for index in range(len(prompts))]
+
+    def _fitting(self, waiting: Sequence[Row], options: DecodeOptions, block_size: int) -> _Rows:
+        """The rows of before where they are as many and long enough, else new ones."""
+        longest = max(len(row.prompt) + row.limit for row in waiting) + block_size
+        shape = _Shape(min(options.batch_size, len(waiting)), -(-longest // _LENGTH_STEP) * _LENGTH_STEP, block_size)
+        if self._rows is None or not self._rows.fits(shape, options.sampling):
+            self._rows = None  # the old caches go before the new ones come
+            self._rows = _Rows(self._target, self._policy, shape, options.sampling)
+        return self._rows
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """R, L and B."""
+
+    num_rows: int
+    length: int
+    block_size: int
+
+
+class _Rows:
+    """What is on the device: R rows of both caches, where each stands, and the tokens of the last chunk."""
+
+    def __init__(self, target: DecodeTarget, policy: DraftPolicy, shape: _Shape, sampling: Sampling | None) -> None:
+        self.shape = shape
+        self.target = target
+        self.sampling = sampling
+        self._policy = policy
+        num_rows, size, device = shape.num_rows, shape.block_size, target.device
+        self._cache = target.new_cache(num_rows, shape.length)
+        policy.start(num_rows, shape.length)
+        self._anchors = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._starts = torch.zeros_like(self._anchors)
+        self._lanes = torch.arange(num_rows, device=device)
+        self._slots = torch.arange(size, device=device)
+        self._tokens = torch.zeros(num_rows, CHUNK_CYCLES, size + 1, dtype=torch.int64, device=device)
+        """How many drafts were accepted, then the tokens: [R, C, 1 + B]."""
+        self._uniforms = torch.zeros(num_rows, CHUNK_CYCLES, 2 * size - 1, device=device)
+        self._place = torch.zeros(1, dtype=torch.int64, device=device)  # number of the next cycle in the chunk
+        self._run = self._captured() if device.type == "cuda" else self._cycle
+
+    def fits(self, shape: _Shape, sampling: Sampling | None) -> bool:
+        """Whether they can answer prompts that want so many rows of so many positions, in blocks of this size."""
+        mine = self.shape
+        same = (mine.num_rows, mine.block_size, self.sampling) == (shape.num_rows, shape.block_size, sampling)
+        return same and shape.length <= mine.length <= 2 * shape.length
+
+    def put(self, places: Sequence[int], rows: Sequence[Row], ready: _Ready, taken: Sequence[int]) -> None:
+        """Rows ``places`` go on with prompts that were prefilled in the rows ``taken`` of ``ready``."""
+        device = self._anchors.device
+        index, source, anchors, starts = _to_device(
+            [places, taken, [row.anchor for row in rows], [row.start for row in rows]], device
+        )
+        self._cache.put(index, ready.cache, source)
+        features = [self._spread(taps.index_select(0, source), index) for taps in ready.features]
+        positions = torch.arange(ready.width, device=device)
+        lengths = torch.zeros_like(self._starts).index_copy_(0, index, starts)
+        # The last prompt token is before the anchor: a row's context are the positions below its start.
+        self._policy.extend(features, positions.expand(len(lengths), -1), positions < lengths[:, None])
+        self._anchors.index_copy_(0, index, anchors)
+        self._starts.index_copy_(0, index, starts)
+
+    def launch(self, num_cycles: int, uniforms: Sequence[Sequence[float]] | None) -> None:
+        """Queue cycles; ``uniforms`` [R, C * (2B - 1)] where tokens are sampled."""
+        self._place.zero_()
+        if uniforms is not None:
+            sent = _to_device(uniforms, self._anchors.device, torch.float32)
+            self._uniforms.copy_(sent.view_as(self._uniforms))
+        for _ in range(num_cycles):
+            self._run()
+
+    def read(self, num_cycles: int) -> list[list[list[int]]]:
+        """The tokens of the cycles that were queued, [R, num_cycles, 1 + B]; waits for them."""
+        found: list[list[list[int]]] = self._tokens[:, :num_cycles].tolist()  # the one look of a chunk
+        return found
+
+    def _cycle(self) -> None:
+        """One block per row. Changes nothing but the contents of tensors, and launches the same work every time."""
+        length, size = self.shape.length, self.shape.block_size
+        positions = self._starts[:, None] + self._slots  # [R, B]
+        block = self._sampled_block()
+        call = DraftCall(size, best_tokens if block is None else block.choose, length)
+        drafts = self._policy.draft(self._anchors, self._starts, call)  # [R, B-1]
+        input_ids = torch.cat([self._anchors[:, None], drafts], dim=1)
+        self._cache.expect(length)
+        logits, features = self.target.decode_step(input_ids, positions, self._cache)
+        if block is not None:
+            num_accepted, tokens = block.judge(drafts, logits, self._lanes)
+        else:
+            tokens = best_tokens(logits)
+            num_accepted = accepted_drafts(drafts, tokens)  # [R]
+        self._policy.extend(features, positions, self._slots <= num_accepted[:, None])
+        found = torch.cat([num_accepted[:, None], tokens], dim=1)
+        self._tokens.index_copy_(1, self._place, found[:, None])
+        self._anchors.copy_(tokens.gather(1, num_accepted[:, None])[:, 0])
+        # A row whose answer has ended goes on to the end of its room, and stays there.
+        self._starts.add_(num_accepted + 1).clamp_(max=length - size)
+        self._place.add_(1)
+
+    def _sampled_block(self) -> SampledBlock | None:
+        if self.sampling is None:
+            return None
+        return SampledBlock(self.sampling, self._uniforms.index_select(1, self._place)[:, 0])
+
+    def _captured(self) -> Callable[[], object]:
+        """The cycle as a CUDA graph; as it is, with a warning, where a model does what no graph can hold."""
+        from helixctl.models.captured import GraphPool
+
+        self._cycle()  # makes the cache's buffers
+        self._place.zero_()  # a capture calls it a few times more, and fewer than there is room for
+        try:
+            return GraphPool(self.target.device).capture(self._cycle).replay
+        except RuntimeError as error:
+            _log.warning("the decoding cycle cannot be captured, decoding is slower: %s", str(error).splitlines()[0])
+            return self._cycle
+        finally:
+            for state in (self._place, self._anchors, self._starts):
+                state.zero_()
+
+    def _spread(self, values: Tensor, index: Tensor) -> Tensor:
+        """Rows [n, ...] at ``index`` [n] of a zero tensor [R, ...]."""
+        return values.new_zeros(self.shape.num_rows, *values.shape[1:]).index_copy_(0, index, values)
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """Prompts that were prefilled together."""
+
+    cache: RowCache
+    features: Sequence[Tensor]  # K x [rows, T, H]
+    width: int  # T, of the longest prompt
+
+
+class _Work:
+    """One set of prompts on its way through the rows."""
+
+    def __init__(self, rows: _Rows, waiting: Sequence[Row], options: DecodeOptions) -> None:
+        self._rows = rows
+        self._options = options
+        self._waiting = deque(waiting)
+        self._ready_rows: deque[tuple[int, Row]] = deque()
+        """Prefilled, with their row in ``_ready``."""
+        self._ready: _Ready | None = None
+        self._active: dict[int, Row] = {}
+        """By row."""
+        self._finished: list[Row] = []
+        self._num_cycles = 0
+
+    @property
+    def left(self) -> bool:
+        """Whether an answer is missing, or has not been taken."""
+        return bool(self._waiting or self._ready_rows or self._active or self._finished)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of answers that have not been taken."""
+        return sum(len(row.tokens) for row in (*self._active.values(), *self._finished))
+
+    def take_finished(self) -> list[Row]:
+        """Rows whose answer is finished, once each."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def launch(self) -> None:
+        """Give idle rows to the next prompts, and queue a chunk."""
+        self._fill()
+        self._num_cycles = min(CHUNK_CYCLES, max((row.room for row in self._active.values()), default=0))
+        if self._num_cycles:
+            self._rows.launch(self._num_cycles, self._draw_uniforms() if self._options.sampling else None)
+
+    def collect(self) -> None:
+        """Read the chunk's tokens."""
+        if not self._num_cycles:
+            return
+        found = self._rows.read(self._num_cycles)
+        for place, row in list(self._active.items()):
+            for num_accepted, *tokens in found[place]:
+                num_kept = min(num_accepted, row.room - 1)  # a last block is no longer than what may be emitted
+                row.emit(tokens[: num_kept + 1], (), self._options.stop_ids, self._rows.shape.block_size - 1)
+                if row.finish is not None:
+                    self._finished.append(self._active.pop(place))
+                    break
+
+    def _fill(self) -> None:
+        idle = [place for place in range(self._rows.shape.num_rows) if place not in self._active]
+        while idle and (self._ready_rows or self._waiting):
+            if not self._ready_rows:
+                self._prefill()
+            count = min(len(idle), len(self._ready_rows))
+            if not count:
+                continue  # all of them ended with their first token
+            taken = [self._ready_rows.popleft() for _ in range(count)]
+            places, idle = idle[:count], idle[count:]
+            assert self._ready is not None
+            self._rows.put(places, [row for _, row in taken], self._ready, [source for source, _ in taken])
+            self._active.update(zip(places, (row for _, row in taken), strict=True))
+
+    def _prefill(self) -> None:
+        """One forward over the next prompts, padded on the right; emits their first tokens."""
+        target, sampling = self._rows.target, self._options.sampling
+        width = len(self._waiting[0].prompt)  # the longest come first
+        count = min(len(self._waiting), self._rows.shape.num_rows, max(1, PREFILL_TOKENS // width))
+        rows = [self._waiting.popleft() for _ in range(count)]
+        input_ids, lengths = padded_rows([row.prompt for row in rows], target.device)
+        positions = torch.arange(width, device=input_ids.device).expand(count, width)
+        cache = target.new_cache(count, width)
+        cache.expect(width)
+        logits, features = target.decode_step(input_ids, positions, cache, logits_at=lengths - 1)
+        self._ready = _Ready(cache, features, width)
+        if sampling is None:
+            first = best_tokens(logits)[:, 0]
+        else:
+            first = sample_tokens(logits[:, -1], sampling, [row.generator for row in rows])
+        for source, (row, token) in enumerate(zip(rows, first.tolist(), strict=True)):  # a look per prefill
+            row.emit([token], (), self._options.stop_ids, 0)
+            if row.finish is None:
+                self._ready_rows.append((source, row))
+            else:
+                self._finished.append(row)
+
+    def _draw_uniforms(self) -> list[list[float]]:
+        """The next numbers of every row's own generator; those behind an answer's end are never missed."""
+        count = CHUNK_CYCLES * (2 * self._rows.shape.block_size - 1)
+        nothing = [0.0] * count
+        return [
+            [self._active[place].generator.random() for _ in nothing] if place in self._active else nothing
+            for place in range(self._rows.shape.num_rows)
+        ]
+
+
+def _to_device(numbers: Sequence[Sequence[float]], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Host numbers as a tensor; pinned, since a copy from any other memory waits for the device."""
+    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
