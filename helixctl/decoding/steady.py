@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,9 +25,7 @@ from helixctl.decoding.policy import DecodeTarget, RowCache, padded_rows
 from helixctl.decoding.rows import PREFILL_TOKENS, Row
 from helixctl.decoding.sampling import Sampling, draw, probabilities, sample_tokens
 from helixctl.decoding.speculative import OnProgress, Prompts, make_rows
-
-if TYPE_CHECKING:
-    from helixctl.models.captured import Captured
+from helixctl.models.captured import Captured, GraphPool
 
 CHUNK_STEPS = 8
 """Steps between two looks at the tokens: an answer that ends within them leaves its row idle for the rest."""
@@ -148,8 +145,6 @@ class _Rows:
 
     def _capture(self) -> Captured[None] | None:
         """The step as a CUDA graph; None, with a warning, where the model does what no graph can hold."""
-        from helixctl.models.captured import GraphPool
-
         self._step()  # makes the cache's buffers
         self._place.zero_()
         stream = torch.cuda.current_stream(self._target.device)
