@@ -190,7 +190,7 @@ def _between_steps(load: Load) -> int:
     if options.live_prompts and not (load.stored or target.recurrent):
         tokens = min(options.live_prompts, _LIVE_PROMPTS) * (load.seq_len // 4 + _LIVE_TOKENS)
         num_bytes += tokens * target.num_layers * 2 * target.num_kv_heads * target.head_dim * size
-        num_bytes += load.parameters * size  # a snapshot of the drafter
+        num_bytes += (load.parameters + load.frozen_parameters) * size  # a snapshot of the drafter
     return num_bytes
 
 

@@ -97,7 +97,7 @@ def test_frozen_parts_stay_bit_for_bit_and_the_rest_learns(
     options = [f"drafter.init_from={theirs}", "drafter.rope_theta=500", f"drafter.freeze={parts}"]
     runs = {}
     for name, steps in (("none", ["train.steps=1", "train.learning_rate=1e-12"]), ("some", ["train.steps=3"])):
-        plan = trained.plan(*options, *steps, f"run.dir={tmp_path / name}")
+        plan = trained.plan(*options, *steps, f"run.dir={tmp_path / name}", "validation.every_steps=0")
         run_training(plan)
         runs[name] = drafter_of(tmp_path / name)
     begun, after = runs["none"]["drafter"], runs["some"]["drafter"]
@@ -110,7 +110,7 @@ def test_frozen_parts_stay_bit_for_bit_and_the_rest_learns(
 
 
 def test_a_run_with_frozen_parts_goes_on_bit_for_bit(trained: TrainedWorld, tmp_path: Path) -> None:
-    options = ("drafter.freeze=[fc]", "train.steps=4")
+    options = ("drafter.freeze=[fc]", "train.steps=4", "validation.every_steps=0")
     run_training(trained.plan(*options, f"run.dir={tmp_path / 'whole'}"))
     run_training(trained.plan(*options, f"run.dir={tmp_path / 'again'}"))
     newest = tmp_path / "again" / "checkpoints" / "step-00000004"

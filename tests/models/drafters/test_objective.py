@@ -128,7 +128,7 @@ def test_kl_alone_learns_the_targets_choices_by_heart():
     slot.last_hidden *= 3.0
     model = make_model(loss={"cross_entropy": 0.0, "kl": 1.0, "decay_gamma": None})
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3, weight_decay=0.0)
-    for _ in range(60):
+    for _ in range(40):
         terms = model.loss(slot, shared)
         optimizer.zero_grad()
         (terms.numerator / terms.denominator).backward()
