@@ -98,8 +98,8 @@ def play(
         max_len: The target's positions.
 
     Returns:
-        All turns, conversation by conversation; and how many turns were left out because what came before them, or their
-        own prompt, leaves no room for an answer.
+        All turns, conversation by conversation; and how many turns were left out because what came before them, or
+        their own prompt, leaves no room for an answer.
     """
     turns: list[Turn] = []
     histories = [list(one.messages) for one in conversations]
