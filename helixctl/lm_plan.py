@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from helixctl.errors import Problem, RecipeError
 from helixctl.machine import Machine, World
-from helixctl.memory import MemoryLine, memory_warnings
+from helixctl.memory import CUDA_LINE, MemoryLine, memory_problems, memory_warnings
 from helixctl.models.facts import TargetFacts, read_model_facts, target_parameters
-from helixctl.plan import DtypeName, Plan, make_plan, stage_threads
+from helixctl.plan import DtypeName, Plan, check_pass_rows, make_plan, stage_threads
 from helixctl.recipe.causal_lm import CausalLMRecipe, StageOptions, stage_data
 from helixctl.recipe.load import AnyRecipe
 
 if TYPE_CHECKING:
+    from helixctl.data.store import MixLine
     from helixctl.data.window_count import WindowCounts
 
 SLOTS = 3
@@ -30,6 +31,8 @@ _TRAINED_BYTES_PER_PARAMETER = 16
 _HEAD_CHUNK_ROWS = 4096
 """As in models/drafters/_head.py."""
 _CUDA_CONTEXT_BYTES = 1 << 30
+_FEWER_ROWS = "lower train.micro_batch_rows, and raise train.grad_accum_steps for the same step"
+_SMALLER_MODEL = "use a smaller model"
 
 
 @dataclass(frozen=True)
@@ -72,14 +75,24 @@ class CausalLMPlan:
     train_documents: int | None
     validation_documents: int | None
     supervised_share: float | None
+    mix: tuple[MixLine, ...]
+    """What an epoch of each store is made of, by source; empty until `prepare` has run."""
     compute_dtype: DtypeName
     parameters: int
     """Of the model, counted from its configuration; exact for Llama and its relatives."""
     flops_per_token: float | None
     """Of one training token, forward and backward, by the usual formula; None for mixtures of experts."""
     memory: tuple[MemoryLine, ...]
+    lacks: tuple[Problem, ...]
+    """Devices whose memory cannot hold the run; `train` refuses to start with them."""
     disk_bytes_per_checkpoint: int
     warnings: tuple[str, ...]
+
+    @property
+    def pass_rows(self) -> int:
+        """Rows that go through forward and backward together."""
+        train = self.recipe.train
+        return train.micro_batch_rows if train.pass_rows == "auto" else train.pass_rows
 
     @property
     def trainer_role(self) -> str:
@@ -107,6 +120,7 @@ class CausalLMPlan:
         model = {f.name: getattr(self.model, f.name) for f in fields(self.model) if f.name != "raw"}
         stages = [{**vars(stage), "options": stage.options.model_dump(mode="json")} for stage in self.stages]
         plain |= {"recipe": self.recipe.model_dump(mode="json"), "model": model, "stages": stages}
+        plain |= {name: [asdict(record) for record in plain[name]] for name in ("lacks", "mix")}
         return {**plain, "memory": [asdict(line) for line in self.memory], "world": asdict(self.world)}
 
 
@@ -127,7 +141,7 @@ def make_lm_plan(recipe: CausalLMRecipe, machine: Machine) -> CausalLMPlan:
         DataError: a store is torn.
     """
     model = read_model_facts(recipe.model)
-    _refuse([*_check_devices(recipe, machine), *_check_model(recipe, model)])
+    _refuse([*_check_devices(recipe, machine), *_check_model(recipe, model), *check_pass_rows(recipe.train)])
     devices = _devices(recipe, machine)
     num_trainers = machine.world.size * len(devices)
     rows_per_step = num_trainers * recipe.train.grad_accum_steps * recipe.train.micro_batch_rows
@@ -135,7 +149,7 @@ def make_lm_plan(recipe: CausalLMRecipe, machine: Machine) -> CausalLMPlan:
     stages = _plan_stages(recipe, counts, rows_per_step)
     _refuse([*_check_stages(recipe, model, stages, counts)])
     memory = _estimate_memory(recipe, model, devices)
-    known = [c for c in counts if c is not None]
+    known = [*{c.fingerprint: c for c in counts if c is not None}.values()]  # stages may share a store
     steps = [stage.num_steps for stage in stages]
     slots = recipe.pipeline.slots
     return CausalLMPlan(
@@ -154,10 +168,12 @@ def make_lm_plan(recipe: CausalLMRecipe, machine: Machine) -> CausalLMPlan:
         train_documents=sum(c.train_documents for c in known) if known else None,
         validation_documents=sum(c.validation_documents for c in known) if known else None,
         supervised_share=known[0].supervised_share if known else None,
+        mix=tuple(line for c in known for line in c.mix),
         compute_dtype=_compute_dtype(recipe, devices, machine),
         parameters=_parameters(model),
         flops_per_token=_flops_per_token(model, recipe.data.seq_len),
         memory=memory,
+        lacks=tuple(memory_problems(memory, machine)),
         disk_bytes_per_checkpoint=_SAVED_BYTES_PER_PARAMETER * _parameters(model),
         warnings=(*_warnings(recipe, model, counts), *memory_warnings(memory, machine)),
     )
@@ -300,11 +316,12 @@ def _estimate_memory(recipe: CausalLMRecipe, model: TargetFacts, devices: tuple[
     for device in dict.fromkeys(devices):
         loops = devices.count(device)
         weights = _TRAINED_BYTES_PER_PARAMETER * _parameters(model)
-        lines.append(MemoryLine(device, "weights, gradients, Adam", loops * weights))
-        lines.append(MemoryLine(device, "activations", loops * tokens * layer * model.num_layers))
+        lines.append(MemoryLine(device, "weights, gradients, Adam", loops * weights, "model.config", _SMALLER_MODEL))
+        kept = loops * tokens * layer * model.num_layers
+        lines.append(MemoryLine(device, "activations", kept, "train.micro_batch_rows", _FEWER_ROWS))
         lines.append(MemoryLine(device, "head, in chunks", loops * head))
         if device != "cpu":
-            lines.append(MemoryLine(device, "CUDA context and workspace", _CUDA_CONTEXT_BYTES))
+            lines.append(MemoryLine(device, CUDA_LINE, _CUDA_CONTEXT_BYTES))
     return tuple(lines)
 
 
@@ -312,8 +329,8 @@ def _warnings(recipe: CausalLMRecipe, model: TargetFacts, counts: list[WindowCou
     seq_len = recipe.data.seq_len
     if 0 < model.max_positions < seq_len:
         yield f"data.seq_len {seq_len} is longer than the model's {model.max_positions} positions"
-    for i, count in enumerate(counts):
-        store = stage_data(recipe, i).store
+    stores = {stage_data(recipe, i).store: (i, count) for i, count in reversed([*enumerate(counts)])}
+    for store, (i, count) in reversed(stores.items()):
         if count is None:
             yield f"there is no store at {store}: run `helixctl prepare` first; what depends on it is unknown"
         elif recipe.validation.every_steps and not count.validation_windows:

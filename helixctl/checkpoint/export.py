@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -141,8 +141,8 @@ def serving_commands(source: ExportSource, drafter: Path | str) -> dict[str, str
     return commands
 
 
-def check_replaceable(output_dir: Path) -> None:
-    """Refuse a place that holds anything but an earlier export.
+def check_replaceable(output_dir: Path, files: Collection[str] = (CONFIG_FILE, WEIGHTS_FILE, CARD_FILE)) -> None:
+    """Refuse a place that holds anything but an earlier export, which consists of ``files``.
 
     Raises:
         CheckpointError: it is a file, a folder that is no export, or an export with files added to it.
@@ -158,7 +158,7 @@ def check_replaceable(output_dir: Path) -> None:
         raise CheckpointError(
             f"{output_dir} is not an export of helixctl; it would be lost", fix="give a new folder with --output"
         )
-    added = sorted(found - {CONFIG_FILE, WEIGHTS_FILE, CARD_FILE})
+    added = sorted(found - {*files})
     if added:
         raise CheckpointError(
             f"{output_dir} holds files that an export does not write: {', '.join(added)}",

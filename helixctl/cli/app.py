@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -12,19 +11,20 @@ from helixctl.cli import render
 from helixctl.cli.doctor import doctor
 from helixctl.cli.exporting import convert, export
 from helixctl.cli.loading import (
-    AsJson,
     Overrides,
     RecipePath,
-    check_exists,
+    load_any_plan,
     load_plan,
     refuse_what_cannot_fit,
 )
 from helixctl.cli.logs import set_up_logs
 from helixctl.cli.looking import report, runs
+from helixctl.cli.planning import plan
 from helixctl.cli.preparing import prepare
 from helixctl.cli.process import heavy_imports, run_process
 from helixctl.cli.profile import profile
 from helixctl.cli.validating import validate
+from helixctl.cli.warming import warmup_compile
 from helixctl.doctor.guard import install_guard
 from helixctl.version import __version__
 
@@ -44,8 +44,10 @@ app.command()(validate)
 app.command()(export)
 app.command()(convert)
 app.command()(prepare)
+app.command()(plan)
 app.command()(runs)
 app.command()(report)
+app.command("warmup-compile")(warmup_compile)
 
 _FORK_GUARDED = ("train", "validate")
 """Commands that refuse a fork after CUDA's start unless told otherwise; nothing of ours forks."""
@@ -81,43 +83,22 @@ def train(
     set_: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop; writes nothing.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in run.dir.")] = False,
+    eager: Annotated[bool, typer.Option("--eager", help="Compile nothing, for debugging: compile.mode: off.")] = False,
 ) -> None:
-    """Train a drafter."""
-    plan = load_plan(recipe, set_)
+    """Train a drafter or a causal LM."""
+    overrides = [*(set_ or []), *(["compile.mode=off"] if eager else [])]
+    made = load_any_plan(recipe, overrides)
     if dry_run:
-        render.render_plan(plan)
+        render.render_plan(made)
         return
-    refuse_what_cannot_fit(plan, recipe, set_)
-    first = plan.world.rank == 0
-    render.render_warnings(plan.warnings if first else ())
+    refuse_what_cannot_fit(made, recipe, overrides)
+    first = made.world.rank == 0
+    render.render_warnings(made.warnings if first else ())
     with heavy_imports():
         from helixctl.training.run import run_training
-    result = run_training(plan, resume=resume)
+    result = run_training(made, resume=resume)
     if first:
         render.render_train_result(result)
-
-
-@app.command("plan")
-def show_plan(
-    recipe: RecipePath,
-    set_: Overrides = None,
-    target_config: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="The target's config.json, where the target is not on this machine."),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Say what a recipe will do and cost; writes nothing."""
-    check_exists(target_config, "--target-config")
-    overrides = [*(set_ or [])]
-    if target_config is not None:
-        overrides.append(f"target.config={json.dumps(str(target_config))}")
-    plan = load_plan(recipe, overrides)
-    if as_json:
-        render.render_json(plan.to_json())
-    else:
-        render.render_plan(plan)
-    refuse_what_cannot_fit(plan, recipe, overrides)
 
 
 @app.command()

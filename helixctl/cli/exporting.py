@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from helixctl.cli import render
-from helixctl.cli.loading import Checkpoint, Overrides, check_exists, load_plan
+from helixctl.cli.loading import Checkpoint, Overrides, check_exists, load_any_plan
 from helixctl.cli.options import grouped
 from helixctl.cli.process import heavy_imports
 from helixctl.errors import UsageError
 
 if TYPE_CHECKING:
+    from helixctl.checkpoint.export import ExportResult
     from helixctl.models.facts import TargetFacts
 
 FormatOption = Annotated[
@@ -80,12 +81,7 @@ def export(
     if recipe is None:
         raise UsageError("a recipe is needed", fix="helixctl export RECIPE, or helixctl export --check FOLDER")
     check_exists(what.checkpoint, "--checkpoint")
-    plan = load_plan(recipe, what.set_, decodes=True)
-    _check_push(publishing.push, what.base_model or plan.recipe.target.model)
-    with heavy_imports():
-        from helixctl.training.commands import ExportRequest, run_export
-    request = ExportRequest(what.checkpoint, what.output, what.format, what.base_model, what.license)
-    result = run_export(plan, request)
+    result = _write(recipe, what, publishing.push)
     if publishing.as_json:
         render.render_json(result)
     else:
@@ -96,6 +92,24 @@ def export(
         address = push(result.dir, publishing.push, private=not publishing.public)
         if not publishing.as_json:
             render.render_text(f"uploaded to {address}")
+
+
+def _write(recipe: Path, what: WhatToExport, push: str | None) -> ExportResult:
+    """A drafter in the format that was asked for, or a causal LM as an ordinary folder."""
+    from helixctl.plan import Plan
+
+    plan = load_any_plan(recipe, what.set_, decodes=True)
+    if not isinstance(plan, Plan):
+        if what.format is not None or what.base_model is not None:
+            raise UsageError("--format and --base-model are for drafters", fix="leave them out")
+        with heavy_imports():
+            from helixctl.training.lm_commands import run_lm_export
+        return run_lm_export(plan, checkpoint=what.checkpoint, output=what.output, license_=what.license)
+    _check_push(push, what.base_model or plan.recipe.target.model)
+    with heavy_imports():
+        from helixctl.training.commands import ExportRequest, run_export
+    request = ExportRequest(what.checkpoint, what.output, what.format, what.base_model, what.license)
+    return run_export(plan, request)
 
 
 def convert(

@@ -11,8 +11,9 @@ import typer
 from helixctl.errors import RecipeError, UsageError
 
 if TYPE_CHECKING:
+    from helixctl.lm_plan import AnyPlan
     from helixctl.plan import Plan
-    from helixctl.recipe.schema import Recipe
+    from helixctl.recipe.load import AnyRecipe
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe file (YAML).", show_default=False)]
 Overrides = Annotated[
@@ -26,32 +27,48 @@ Checkpoint = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
-def load(path: Path, overrides: Sequence[str] | None) -> Recipe:
-    """The recipe that a command was given."""
-    from helixctl.recipe.load import load_recipe
+def load(path: Path, overrides: Sequence[str] | None) -> AnyRecipe:
+    """The recipe that a command was given, of either kind."""
+    from helixctl.recipe.load import load_any_recipe
 
-    return load_recipe(path, overrides or ())
+    return load_any_recipe(path, overrides or ())
 
 
 def load_plan(path: Path, overrides: Sequence[str] | None, *, decodes: bool = False) -> Plan:
+    """The plan of a drafter's recipe, for commands that only drafters have.
+
+    Raises:
+        RecipeError: see ``load_any_plan``; or the recipe is of another kind.
+    """
+    from helixctl.plan import Plan
+    from helixctl.recipe.load import load_recipe
+
+    load_recipe(path, overrides or ())
+    plan = load_any_plan(path, overrides, decodes=decodes)
+    assert isinstance(plan, Plan), "load_recipe has refused it"
+    return plan
+
+
+def load_any_plan(path: Path, overrides: Sequence[str] | None, *, decodes: bool = False) -> AnyPlan:
     """The plan for a recipe on this machine; mistakes found by the plan get their place in the file.
 
     A command that ``decodes`` needs the target itself: stored features are of no use to it, and may be gone by now.
     """
+    from helixctl.lm_plan import make_any_plan
     from helixctl.machine import read_machine
-    from helixctl.plan import make_plan
     from helixctl.recipe.load import locate
+    from helixctl.recipe.schema import Recipe
 
     recipe = load(path, overrides)
-    if decodes:
+    if decodes and isinstance(recipe, Recipe):
         recipe = recipe.model_copy(update={"target": recipe.target.model_copy(update={"features": None})})
     try:
-        return make_plan(recipe, read_machine())
+        return make_any_plan(recipe, read_machine())
     except RecipeError as error:
         raise locate(error, path, overrides or ()) from None
 
 
-def refuse_what_cannot_fit(plan: Plan, path: Path, overrides: Sequence[str] | None) -> None:
+def refuse_what_cannot_fit(plan: AnyPlan, path: Path, overrides: Sequence[str] | None) -> None:
     """Refuse a plan that no device of this machine can hold.
 
     Raises:

@@ -15,6 +15,7 @@ from helixctl.cli.process import heavy_imports
 
 if TYPE_CHECKING:
     from helixctl.plan import Plan
+    from helixctl.recipe.load import AnyRecipe
 
 _WORTH_ASKING = 0.5
 """Share of the free disk beyond which a person is asked."""
@@ -36,17 +37,26 @@ def prepare(
     """Turn documents into a store of tokens and loss masks."""
     if regenerate:
         _regenerate(load_plan(recipe, set_, decodes=True))
-    loaded = load(recipe, set_)
-    with heavy_imports():
-        from helixctl.data.prepare import prepare as prepare_store
-        from helixctl.data.prepare import samples
-    with render.progress("documents") as show_progress:
-        result = prepare_store(loaded, on_progress=lambda done, total, _: show_progress(done, total))
-    render.render_prepare(result)
-    for i, sample in enumerate(samples(loaded, show) if show else ()):
-        render.render_sample(sample.tokens, sample.supervised, f"document {i}")
+    for loaded in _by_store(load(recipe, set_)):
+        with heavy_imports():
+            from helixctl.data.prepare import prepare as prepare_store
+            from helixctl.data.prepare import samples
+        with render.progress("documents") as show_progress:
+            result = prepare_store(loaded, on_progress=lambda done, total, _: show_progress(done, total))
+        render.render_prepare(result)
+        for i, sample in enumerate(samples(loaded, show) if show else ()):
+            render.render_sample(sample.tokens, sample.supervised, f"document {i}")
     if features is not None:
         _store_features(recipe, set_, features, ask=not yes)
+
+
+def _by_store(recipe: AnyRecipe) -> list[AnyRecipe]:
+    """The recipe once for every store it needs: stages of a causal LM may have documents of their own."""
+    from helixctl.recipe.causal_lm import CausalLMRecipe, data_sections
+
+    if not isinstance(recipe, CausalLMRecipe):
+        return [recipe]
+    return [recipe.model_copy(update={"data": data}) for data in data_sections(recipe)]
 
 
 def _regenerate(plan: Plan) -> None:

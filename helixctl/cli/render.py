@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from helixctl.data.prepare import PrepareResult
     from helixctl.data.regenerate import RegenerateResult
     from helixctl.doctor.probe import Outcome
-    from helixctl.plan import Plan
+    from helixctl.lm_plan import AnyPlan
     from helixctl.profiling.compare import Comparison
     from helixctl.training.results import TrainResult, ValidationResult
     from helixctl.training.runs import RunSummary
@@ -99,12 +99,14 @@ def render_json(content: Any) -> None:
     render_text(json.dumps(content, indent=2, default=_plain))
 
 
-def render_plan(plan: Plan) -> None:
+def render_plan(plan: AnyPlan) -> None:
     """What a recipe will cost, before it runs."""
+    from helixctl.cli.lm_tables import lm_plan_sections
     from helixctl.cli.tables import memory_table, plan_sections
+    from helixctl.plan import Plan
 
     console = _console()
-    for title, rows in plan_sections(plan):
+    for title, rows in plan_sections(plan) if isinstance(plan, Plan) else lm_plan_sections(plan):
         _print_section(console, title, rows)
     console.print(Text("memory (estimate)", style="bold"))
     console.print(Padding(memory_table(plan.memory), (0, 0, 1, 2), expand=False))
@@ -126,6 +128,14 @@ def render_train_result(result: TrainResult) -> None:
 
     title = "training finished" if result.finished else "training stopped; go on with --resume"
     _print_section(_console(), title, train_rows(result))
+
+
+def render_section(title: str, rows: Mapping[str, str], *tables: Table) -> None:
+    """A title, labels with their texts, and tables."""
+    console = _console()
+    _print_section(console, title, rows)
+    for table in tables:
+        console.print(Padding(table, (0, 0, 1, 2), expand=False))
 
 
 def render_prepare(result: PrepareResult) -> None:

@@ -31,7 +31,7 @@ def plan_sections(plan: Plan) -> Iterator[tuple[str, dict[str, str]]]:
             "shape": f"{target.model_type}, {target.num_layers} layers of {target.hidden_size}, "
             f"vocabulary {target.vocab_size:,}",
             "dtype": plan.target_dtype,
-            "devices": _devices(plan.target_devices),
+            "devices": devices_of(plan.target_devices),
         },
     )
     yield (
@@ -44,7 +44,7 @@ def plan_sections(plan: Plan) -> Iterator[tuple[str, dict[str, str]]]:
             "blocks": f"{drafter.block_size} tokens, {drafter.num_anchors} anchors per row, "
             f"mask token {drafter.mask_token_id}",
             "dtype": f"{plan.compute_dtype}, float32 masters",
-            "devices": _devices(plan.drafter_devices),
+            "devices": devices_of(plan.drafter_devices),
         },
     )
     yield "data", _data_rows(plan)
@@ -245,18 +245,19 @@ def _training_rows(plan: Plan) -> dict[str, str]:
     accumulated = f" x {train.grad_accum_steps} accumulated" if train.grad_accum_steps > 1 else ""
     drafters = f" x {plan.num_drafters} drafters" if plan.num_drafters > 1 else ""
     rows = {
-        "step": f"{_count(plan.rows_per_step, 'row')}, about {plan.tokens_per_step:,} tokens: "
+        "step": f"{count_of(plan.rows_per_step, 'row')}, about {plan.tokens_per_step:,} tokens: "
         f"{train.micro_batch_rows} per micro-batch{accumulated}{drafters}",
         "steps": UNKNOWN
         if plan.total_steps is None
         else f"{plan.total_steps:,}, {plan.warmup_steps:,} of them warm-up",
         "learning rate": f"{train.learning_rate:g}, {train.schedule}",
-        "validation": f"every {validation.every_steps:,} steps, {_count(plan.validation_batches, 'micro-batch', 'es')}"
+        "validation": f"every {validation.every_steps:,} steps, "
+        f"{count_of(plan.validation_batches, 'micro-batch', 'es')}"
         if plan.validation_batches
         else "off",
-        "pipeline": f"{_count(len(plan.target_devices), 'target loop')}, "
-        f"{_count(len(plan.drafter_devices), 'drafter loop')} with {_count(plan.num_slots, 'slot')} each, "
-        f"{_count(plan.threads, 'CPU thread')} per stage",
+        "pipeline": f"{count_of(len(plan.target_devices), 'target loop')}, "
+        f"{count_of(len(plan.drafter_devices), 'drafter loop')} with {count_of(plan.num_slots, 'slot')} each, "
+        f"{count_of(plan.threads, 'CPU thread')} per stage",
         "checkpoints": f"every {plan.recipe.checkpoint.every_steps:,} steps in {plan.recipe.run.dir}, "
         f"{format_bytes(plan.disk_bytes_per_checkpoint)} each",
     }
@@ -265,11 +266,13 @@ def _training_rows(plan: Plan) -> dict[str, str]:
     return rows
 
 
-def _count(number: int, noun: str, plural: str = "s") -> str:
+def count_of(number: int, noun: str, plural: str = "s") -> str:
+    """A number and what is counted, in the right form."""
     return f"{number:,} {noun}{plural if number != 1 else ''}"
 
 
-def _devices(devices: tuple[str, ...]) -> str:
+def devices_of(devices: tuple[str, ...]) -> str:
+    """Devices, each once, with how many loops they have."""
     return ", ".join(f"{n} x {device}" if n > 1 else device for device, n in Counter(devices).items())
 
 

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from helixctl.cli import render
-from helixctl.cli.loading import AsJson, Checkpoint, Overrides, RecipePath, check_exists, load_plan
+from helixctl.cli.lm_tables import lm_validation_sections
+from helixctl.cli.loading import AsJson, Checkpoint, Overrides, RecipePath, check_exists, load_any_plan
 from helixctl.cli.options import grouped
 from helixctl.cli.process import heavy_imports
 from helixctl.errors import UsageError
 
 if TYPE_CHECKING:
+    from helixctl.lm_plan import CausalLMPlan
     from helixctl.training.validate import ValidationRequest
 
 _PROMPTS, _DECODING, _OUTPUT = "Prompts", "Decoding", "Output"
@@ -122,7 +124,12 @@ def validate(
     for path in prompts.bench or ():
         check_exists(path, "--bench")
     _check_reports(output.report or [])
-    plan = load_plan(recipe, set_, decodes=True)
+    from helixctl.plan import Plan
+
+    plan = load_any_plan(recipe, set_, decodes=True)
+    if not isinstance(plan, Plan):
+        _validate_lm(plan, checkpoint, prompts, output)
+        return
     with heavy_imports():
         from helixctl.training.validate import run_validation
         from helixctl.training.validation_page import write_validation
@@ -139,6 +146,26 @@ def validate(
     else:
         render.render_validation(result)
     if not (result.lossless and all(proof.passed for proof in result.proofs)):
+        raise typer.Exit(1)
+
+
+def _validate_lm(plan: CausalLMPlan, checkpoint: Path | None, prompts: PromptOptions, output: OutputOptions) -> None:
+    """A causal LM: held-out loss and perplexity, samples, proofs."""
+    if prompts.bench or output.report:
+        fix = "name the texts to continue in validation.prompts"
+        raise UsageError("--bench and --report are for drafters", fix=fix)
+    with heavy_imports():
+        from helixctl.training.lm_validate import run_lm_validation
+    with render.progress("validation") as show_progress:
+        result = run_lm_validation(
+            plan, checkpoint=checkpoint, on_progress=lambda what, done, total: show_progress(done, total, what)
+        )
+    if output.as_json:
+        render.render_json(result)
+    else:
+        for title, rows in lm_validation_sections(result):
+            render.render_section(title, rows)
+    if not all(proof.passed for proof in result.proofs):
         raise typer.Exit(1)
 
 

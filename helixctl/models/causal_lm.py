@@ -148,16 +148,20 @@ class CausalLM:
     @contextmanager
     def _attending(self, slot: SlotBatch) -> Iterator[None]:
         assert slot.batch is not None, "an empty slot"
+        rows = slice(slot.first_row, slot.first_row + len(slot.input_ids))  # the slot may be a part of a larger one
+        spans = slot.batch.spans[rows]
         if not self.masks_documents:
-            assert all(len(documents) <= 1 for documents in slot.batch.spans), "one document per row, see check_packing"
+            assert all(len(documents) <= 1 for documents in spans), "one document per row, see check_packing"
             yield
             return
         rule: attention.Rule
         if self._flex is not None:
-            rule = FlexPacking(self._flex, slot.batch.document_ids, slot.document_ids)
+            rule = FlexPacking(self._flex, slot.batch.document_ids[rows], slot.document_ids)
             rule.make_masks(self._windows)
+        elif self._backend == "dense":
+            rule = attention.DensePacking(slot.document_ids)
         else:
-            rule = attention.make_packing(self._backend, slot.batch, self.device)
+            rule = attention.SegmentPacking(spans)
         with attention.attending(rule):
             yield
 

@@ -31,8 +31,10 @@ FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "embedding_norm")
 def choose_backend(options: TargetOptions, facts: TargetFacts, device: torch.device) -> attention.Backend:
     """The attention backend for ``device``: segments on a CPU, flex on a GPU, unless the recipe says otherwise.
 
+    With ``compile: on`` it is flex on a CPU, too.
+
     Raises:
-        ModelError: flex on a CPU or without compilation, or layers whose masks we do not have.
+        ModelError: flex without compilation, or layers whose masks we do not have.
     """
     text = facts.raw.get("text_config") or facts.raw
     unknown = sorted(set(text.get("layer_types") or ()) - MASKED_LAYERS)
@@ -41,8 +43,9 @@ def choose_backend(options: TargetOptions, facts: TargetFacts, device: torch.dev
             f"{options.model} has layers of type {', '.join(unknown)}, whose attention helixctl does not reproduce",
             fix="use a target with full and sliding attention only",
         )
-    if options.attention == "flex" and device.type == "cpu":
-        raise ModelError("target.attention: flex needs a GPU", fix="use segments on a CPU")
+    on_cpu = device.type == "cpu" and options.compile != "on"
+    if options.attention == "flex" and on_cpu:
+        raise ModelError("target.attention: flex needs a GPU", fix="use segments on a CPU, or compile.mode: on")
     if options.attention == "flex" and options.compile == "off":
         raise ModelError("target.attention: flex must be compiled", fix="leave target.compile at auto, or use segments")
     if options.attention == "flex" and options.feature_cache_mib:
@@ -54,7 +57,7 @@ def choose_backend(options: TargetOptions, facts: TargetFacts, device: torch.dev
         return options.attention
     if options.feature_cache_mib:
         return "segments"  # one document at a time, each of its own length: nothing to mask, and flex would recompile
-    return "segments" if device.type == "cpu" or options.compile == "off" else "flex"
+    return "segments" if on_cpu or options.compile == "off" else "flex"
 
 
 def load_model(options: TargetOptions, facts: TargetFacts, dtype: torch.dtype) -> Any:

@@ -71,7 +71,7 @@ class _TrainedHeadLoss(torch.autograd.Function):
         return numerator, found
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *outer: Any) -> Any:
         grads, ctx.grads = ctx.grads, None
         if grads is None:

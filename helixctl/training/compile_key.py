@@ -31,10 +31,10 @@ _NO_MATTER = ("_DIR", "_THREADS", "_DEBUG", "_PATH")
 """Ends of variables that say where and how fast, not what."""
 _SOURCES = (
     "models",
+    "training/build.py",
     "training/drafter.py",
     "training/learner.py",
     "training/lm_build.py",
-    "training/passes.py",
     "training/stages.py",
     "training/warmup.py",
 )
@@ -97,6 +97,7 @@ def _shapes(plan: AnyPlan) -> Iterator[tuple[str, Any]]:
     yield "train.compute_dtype", plan.compute_dtype
     yield "data.seq_len", recipe.data.seq_len
     yield "train.micro_batch_rows", recipe.train.micro_batch_rows
+    yield "train.pass_rows", plan.pass_rows
     yield "run.deterministic", recipe.run.deterministic
     for name, value in recipe.compile.model_dump(mode="json", exclude={"cache", "on_recompile"}).items():
         yield f"compile.{name}", value
@@ -146,7 +147,7 @@ def _code_digest() -> str:
     root, digest = Path(helixctl.__file__).parent, hashlib.sha256()
     for source in _SOURCES:
         paths = sorted((root / source).rglob("*.py")) if (root / source).is_dir() else [root / source]
-        for path in paths:
+        for path in filter(Path.is_file, paths):
             digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence as Listed
+from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +22,17 @@ from helixctl.engine.interrupt import InterruptFlag
 from helixctl.engine.slots import SlotPool
 from helixctl.engine.streams import Handoff, StreamContext
 from helixctl.errors import HelixError
+from helixctl.lm_plan import AnyPlan
 from helixctl.models.drafters._terms import LossTerms
 from helixctl.models.shared import SharedWeights
-from helixctl.plan import Plan
+from helixctl.training.compiling import CompileLog
 from helixctl.training.features import count_bad, name_bad
-from helixctl.training.optim import StepOutcome, gradients, learning_rate_scale, make_optimizer, take_step
+from helixctl.training.learner import Learner
+from helixctl.training.optim import StepOutcome, clear_moments, gradients, make_moments, make_optimizer, take_step
+from helixctl.training.passes import TrainPass
 from helixctl.training.reduce import Reducer
-from helixctl.training.state import num_steps
-from helixctl.training.warmup import compiles, warm_up_drafter
+from helixctl.training.schedule import make_schedule
+from helixctl.training.warmup import compiles
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +43,13 @@ class NotFinite(HelixError):
 
 class Drafter(Protocol):
     """What the loop asks of a drafter's module."""
+
+    compiles: bool
+    """Set to True where what it computes shall be compiled, for every thread apart."""
+
+    @property
+    def capturable(self) -> bool:
+        """Whether ``loss`` queues the same work for every micro-batch, so that a CUDA graph can hold it."""
 
     def loss(self, slot: SlotBatch, shared: SharedWeights) -> LossTerms:
         """Additive loss terms of one micro-batch; the numerator carries the gradient."""
@@ -77,8 +88,8 @@ class Lane:
     number: int
     inbox: OrderedChannel[Handoff[SlotBatch]]
     pool: SlotPool[SlotBatch]
-    slot: SlotBatch
-    """One of the lane's own slots, for the warm-up."""
+    slots: tuple[SlotBatch, ...]
+    """The lane's own, for the warm-up."""
     reducer: Reducer
     sequence: Sequence
     share: Share
@@ -86,6 +97,8 @@ class Lane:
     interrupt: InterruptFlag
     stop: Callable[[], None]
     """Ends the stages in front without a failure."""
+    compiled: CompileLog = field(default_factory=CompileLog)
+    """Told what the warm-up compiles."""
 
 
 class DrafterStage:
@@ -94,15 +107,15 @@ class DrafterStage:
     def __init__(
         self,
         lane: Lane,
-        plan: Plan,
-        build: Callable[[], tuple[nn.Module, SharedWeights]],
+        plan: AnyPlan,
+        build: Callable[[], Learner],
         first_step: int,
         observer: Observer | None,
     ) -> None:
-        self.name = f"drafter-{lane.number}"
-        self.device = torch.device(plan.drafter_devices[lane.number])
+        self.name = f"{plan.trainer_role}-{lane.number}"
+        self.device = torch.device(plan.trainer_devices[lane.number])
         self._lane = lane
-        self._num_steps = num_steps(plan)
+        self._schedule = make_schedule(plan)
         self._lanes = lane.share.stride
         self._global_lane = lane.share.lane(lane.number)
         self._plan = plan
@@ -133,14 +146,14 @@ class DrafterStage:
         return dict(self._num_done)
 
     def setup(self) -> None:
-        """Build the drafter and its optimizer, and restore the checkpoint."""
-        self._model, self._shared = self._build()
-        self._drafter = cast(Drafter, self._model)
+        """Build what is trained and its optimizer, and restore the checkpoint."""
+        self._learner = self._build()
+        self._model = self._learner.module
         self._optimizer = make_optimizer(self._model, self._plan.recipe.train)
         gradients(self._optimizer)
-        if compiles(self.device):
-            with StreamContext(self.device):
-                warm_up_drafter(self._lane.slot, self._plan, self._practise)
+        self._train = TrainPass(self._learner.loss, lambda: autocast(self._plan, self.device), self._plan.pass_rows)
+        if compiles(self._plan, self.device):
+            self._warm_up()
         with StreamContext(self.device):
             self._lane.restore(self._model, self._optimizer)
 
@@ -165,13 +178,30 @@ class DrafterStage:
                     lane.stop()
                     return
 
+    def _warm_up(self) -> None:
+        """Compile, and hold at once all the memory that the run will ever need."""
+        make_moments(self._model, self._optimizer)
+        with self._lane.compiled.account(self.name), StreamContext(self.device):
+            self._learner.warm_up(self._lane.slots[0], self._practise)
+            if self.device.type == "cuda" and self._learner.capturable:
+                self._train.capture(self._lane.slots, self.device)
+            for gradient in gradients(self._optimizer):
+                gradient.zero_()
+
     def _practise(self) -> None:
         """One training pass and one validation pass that leave no trace."""
-        self._accumulate(self._lane.slot)
-        self._evaluate(self._lane.slot)
+        self._accumulate(self._lane.slots[0])
+        self._sums = {}
+        self._evaluate(self._lane.slots[0])
         for gradient in gradients(self._optimizer):
             gradient.zero_()
         self._sums, self._documents, self._left_out = {}, [], []
+
+    def rehearse(self, slots: Listed[SlotBatch]) -> None:
+        """One step on filled slots, outside of a run, to see what it costs; after ``setup``."""
+        for slot in slots:
+            self._accumulate(slot)
+        self._step()
 
     def teardown(self) -> None:
         """Nothing outlives the thread."""
@@ -181,16 +211,13 @@ class DrafterStage:
         return iter(range(first + self._global_lane, self._lane.sequence.total, self._lanes))
 
     def _accumulate(self, slot: SlotBatch) -> None:
-        with autocast(self._plan, self.device):
-            terms = self._drafter.loss(slot, self._shared)
-        terms.numerator.backward()
-        self._add({"loss_num": terms.numerator.detach(), "loss_den": terms.denominator, **terms.sums})
         assert slot.batch is not None
         documents = [document for row in slot.batch.documents for document in row]
         self._documents += documents
         counts = {"tokens": slot.batch.num_tokens, "documents": len(documents)}
-        self._add({name: torch.tensor(float(count), device=self.device) for name, count in counts.items()})
-        self._add({"bad_documents": count_bad(slot)})
+        # full, not tensor: that one copies from the host, and waits until the device has done so.
+        filled = {name: torch.full((), float(count), device=self.device) for name, count in counts.items()}
+        self._add({**self._train(slot), **filled, "bad_documents": count_bad(slot)})
         if slot.bad is not None:
             self._left_out.append((slot.bad, slot.batch))
         self._trained_tokens += slot.batch.num_tokens
@@ -200,14 +227,17 @@ class DrafterStage:
         if not self._sums:
             self._validation_started = perf_counter()
         with autocast(self._plan, self.device):
-            self._add(self._drafter.evaluate(slot, self._shared))
+            self._add(self._learner.evaluate(slot))
         if slot.bad is not None and slot.batch is not None:
             self._left_out.append((slot.bad, slot.batch))
 
     def _add(self, sums: dict[str, Tensor]) -> None:
-        for name, value in sums.items():
-            held = self._sums.get(name)
-            self._sums[name] = value.detach().float().clone() if held is None else held.add_(value.detach())
+        """One launch for all: a replayed pass overwrites its sums, so they are copied or added here."""
+        values = [value.detach().float() for value in sums.values()]
+        if self._sums:
+            torch._foreach_add_([self._sums[name] for name in sums], values)
+        else:
+            self._sums = dict(zip(sums, torch._foreach_mul(values, 1.0), strict=True))
 
     def _finish(self, seq: int, role: str) -> bool:
         """Close the step or the validation pass that ``seq`` completes; True where the run stops here."""
@@ -229,8 +259,9 @@ class DrafterStage:
         lane, options = self._lane, self._plan.recipe.train
         names = sorted(self._sums)
         lane.reducer.sum_(lane.number, [*gradients(self._optimizer), *(self._sums[n] for n in names)])
-        scale = learning_rate_scale(self._step_number, self._num_steps, options)
-        rate = options.learning_rate * scale
+        if self._schedule.begins_fresh(self._step_number):
+            clear_moments(self._optimizer)
+        rate = self._schedule.learning_rate(self._step_number)
         outcome = take_step(self._optimizer, self._sums["loss_den"], rate, options.max_grad_norm)
         self._step_number += 1
         self._bad.append((outcome.finite, self._step_number, tuple(self._documents)))
@@ -274,13 +305,13 @@ class DrafterStage:
         return self._lane.reducer.any(self._lane.number, self._lane.interrupt.requested)
 
 
-def autocast(plan: Plan, device: torch.device) -> torch.autocast:
-    """The plan's compute precision for a drafter's forward; its parameters stay float32.
+def autocast(plan: AnyPlan, device: torch.device) -> torch.autocast:
+    """The plan's compute precision for a forward of what is trained; its parameters stay float32.
 
     The cache of cast weights is the process's, and whoever leaves autocast empties it for all threads: with several
     drafters the same step was rounded in different ways, by chance (a gradient norm of 2.17053, then 2.17057).
     """
-    alone = len(plan.drafter_devices) == 1
+    alone = len(plan.trainer_devices) == 1
     on = plan.compute_dtype == "bfloat16"
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=on, cache_enabled=alone)
 

@@ -19,7 +19,8 @@ from helixctl.decoding.speculative import decode_speculative
 from helixctl.metrics import names
 from helixctl.models.shared import SharedWeights
 from helixctl.plan import Plan
-from helixctl.training.build import Control, Targets, drafter_plugin
+from helixctl.training.build import Targets, drafter_plugin
+from helixctl.training.wiring import Control
 
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError)
 """What chat templates raise on roles and contents that they do not expect; ValueError also where there is none."""

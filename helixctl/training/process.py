@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from helixctl.plan import Plan
+from helixctl.lm_plan import AnyPlan
 
 
-def set_up_process(plan: Plan) -> None:
+def set_up_process(plan: AnyPlan) -> None:
     """Thread count and determinism; a change later would reach some threads only, and recompile others."""
     if plan.threads:
         torch.set_num_threads(plan.threads)

@@ -26,8 +26,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from helixctl.engine.waiting import WaitRoom
 from helixctl.errors import HelixError, Interrupted
+from helixctl.lm_plan import AnyPlan
 from helixctl.machine import World
-from helixctl.plan import Plan
 from helixctl.training.roll_call import NotAllCame, call_roll
 
 _LOOK_S = 0.25
@@ -253,7 +253,7 @@ class ProcessGroup:
 
 
 @contextmanager
-def joined_processes(plan: Plan) -> Iterator[Processes]:
+def joined_processes(plan: AnyPlan) -> Iterator[Processes]:
     """Join the processes of the plan's world, and part from them at the end.
 
     Raises:
@@ -272,7 +272,7 @@ def joined_processes(plan: Plan) -> Iterator[Processes]:
         raise ProcessLost(f"the processes cannot find each other: {_first_line(error)}", fix=fix) from error
     group = ProcessGroup(plan.world, store, options.start_timeout_s)
     try:
-        group.connect(torch.device(plan.drafter_devices[0]), options.stall_timeout_s)
+        group.connect(torch.device(plan.trainer_devices[0]), options.stall_timeout_s)
         yield group
     except BaseException as error:
         group.announce(error)

@@ -19,10 +19,10 @@ from helixctl.metrics import names
 from helixctl.metrics.meter import Meter, Throughput
 from helixctl.metrics.sink import SinkGroup
 from helixctl.models.flops import peak_flops
-from helixctl.training.build import Control
 from helixctl.training.evaluate import lm_validation_metrics, validation_metrics
 from helixctl.training.optim import StepOutcome, load_optimizer_tensors, optimizer_tensors
 from helixctl.training.state import TrainState, num_steps
+from helixctl.training.wiring import Control
 
 Live = Callable[[nn.Module], dict[str, float]]
 """Decodes a few prompts with what is being trained, after a validation pass; returns metrics."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import resource
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -16,62 +16,63 @@ import torch
 
 from helixctl.checkpoint.atomic import write_json, write_text
 from helixctl.checkpoint.store import load_checkpoint, remove_leftovers
-from helixctl.data.fingerprint import check_tokenizer, load_fast_tokenizer
 from helixctl.data.store import Store
 from helixctl.engine.interrupt import InterruptFlag
 from helixctl.engine.status import EVERY_S, FILE_NAME, StatusFile
 from helixctl.engine.supervisor import Progress
-from helixctl.errors import Interrupted, UsageError
+from helixctl.errors import Interrupted, StageFailed, UsageError
+from helixctl.lm_plan import AnyPlan
 from helixctl.metrics.sink import SinkGroup, open_sinks
-from helixctl.models.tokenizer import load_tokenizer
-from helixctl.plan import Plan
 from helixctl.recipe.load import dump_recipe
 from helixctl.redact import redact, redact_text
 from helixctl.training import environment
-from helixctl.training.build import Control, Pipeline, Targets, build_pipeline
-from helixctl.training.live import LiveDecoder, decode_options, held_out_prompts
+from helixctl.training.compiling import compiler
+from helixctl.training.jobs import Job, make_job
+from helixctl.training.peaks import expected_peaks, measured_peaks, reserved_peaks, with_memory_advice
 from helixctl.training.process import set_up_process
 from helixctl.training.processes import Processes, joined_processes
-from helixctl.training.published import open_for
 from helixctl.training.recorder import Recorder
 from helixctl.training.results import TrainResult
 from helixctl.training.run_dir import claimed_run_dir, find_resume_point
 from helixctl.training.state import TrainState, check_fingerprints, make_fingerprints, num_steps
 from helixctl.training.warmup import allow_recompiling
+from helixctl.training.wiring import Control, Pipeline
 
 logger = logging.getLogger(__name__)
 
 
-def run_training(plan: Plan, *, resume: bool = False, status_every_s: float = EVERY_S) -> TrainResult:
+def run_training(plan: AnyPlan, *, resume: bool = False, status_every_s: float = EVERY_S) -> TrainResult:
     """Train until the last step, or until the user stops the run.
 
     Meanwhile ``status.json`` in the run directory is written anew every ``status_every_s`` seconds.
 
     Raises:
         UsageError: the run directory holds a run already, or cannot be written.
-        DataError: no store, or one made with another tokenizer than the target's.
+        DataError: no store, or one made with another tokenizer than the recipe's.
         CheckpointError: ``resume`` finds no whole checkpoint, or one of another run.
         StageFailed: a stage raised; its exception is the cause.
         ProcessLost: another process of the run failed or was killed.
         Interrupted: the user stopped the run; the last step is saved.
     """
-    store = Store.open(plan.recipe.data.store)
-    check_tokenizer(store, load_fast_tokenizer(plan.recipe.target))
-    if plan.recipe.drafter.init_from is not None:
-        open_for(plan, plan.recipe.drafter.init_from, starts=True)  # refuses another drafter before anything is loaded
+    job = make_job(plan)
     set_up_process(plan)
-    with joined_processes(plan) as processes, _claimed(plan, processes), InterruptFlag() as interrupt:
-        state, checkpoint = _start(plan, store, resume, processes)
-        control = Control(interrupt, Progress(), processes, status_every_s)
+    with (
+        compiler(plan) as compiled,
+        joined_processes(plan) as processes,
+        _claimed(plan, processes),
+        InterruptFlag() as interrupt,
+    ):
+        state, checkpoint = _start(plan, job, resume, processes)
+        control = Control(interrupt, Progress(), processes, status_every_s, compiled)
         if processes.world.rank:
-            return _run(plan, store, state, None, control)
+            return _run(plan, job, state, None, control)
         run_dir = plan.recipe.run.dir
         write_json(run_dir / "plan.json", redact(plan.to_json()))
         write_json(run_dir / environment.FILE, environment.describe_environment())
         write_text(run_dir / "recipe.yaml", redact_text(dump_recipe(plan.recipe)))
         sinks = _open_sinks(plan, run_dir, None if checkpoint is None else state.step)
         try:
-            return _run(plan, store, state, _Record(sinks, checkpoint), control)
+            return _run(plan, job, state, _Record(sinks, checkpoint), control)
         finally:
             sinks.close()
 
@@ -84,12 +85,12 @@ class _Record:
     checkpoint: Path | None
 
 
-def _claimed(plan: Plan, processes: Processes) -> AbstractContextManager[object]:
+def _claimed(plan: AnyPlan, processes: Processes) -> AbstractContextManager[object]:
     """The run directory is the first process's; the others wait for what it says in ``_start``."""
     return nullcontext() if processes.world.rank else claimed_run_dir(plan.recipe.run.dir)
 
 
-def _start(plan: Plan, store: Store, resume: bool, processes: Processes) -> tuple[TrainState, Path | None]:
+def _start(plan: AnyPlan, job: Job, resume: bool, processes: Processes) -> tuple[TrainState, Path | None]:
     """Where the run begins: found by the first process, checked by every process against its own recipe and data."""
 
     def find() -> dict[str, Any]:
@@ -102,14 +103,14 @@ def _start(plan: Plan, store: Store, resume: bool, processes: Processes) -> tupl
             return {"state": TrainState(fingerprints=current).to_json(), "checkpoint": None}
         return {"state": load_checkpoint(found.path).state, "checkpoint": str(found.path)}
 
-    current = make_fingerprints(plan, _store_fingerprints(store))
+    current = make_fingerprints(plan, _store_fingerprints(job.stores))
     said = processes.from_first(find)
     state = TrainState.from_json(said["state"])
     check_fingerprints(state.fingerprints, current)
     return state, said["checkpoint"] and Path(said["checkpoint"])
 
 
-def _open_sinks(plan: Plan, run_dir: Path, resume_step: int | None) -> SinkGroup:
+def _open_sinks(plan: AnyPlan, run_dir: Path, resume_step: int | None) -> SinkGroup:
     try:
         return open_sinks(plan.recipe.metrics.sinks, run_dir, num_steps(plan), resume_step)
     except OSError as error:
@@ -119,13 +120,12 @@ def _open_sinks(plan: Plan, run_dir: Path, resume_step: int | None) -> SinkGroup
         ) from error
 
 
-def _run(plan: Plan, store: Store, state: TrainState, record: _Record | None, control: Control) -> TrainResult:
-    targets = Targets(plan)
+def _run(plan: AnyPlan, job: Job, state: TrainState, record: _Record | None, control: Control) -> TrainResult:
     recorder = None
     if record is not None:
-        live = _live(plan, store, targets, control)
+        live = job.live(state, control)
         recorder = Recorder(plan, state, record.sinks, control, live=live, resume_from=record.checkpoint)
-    pipeline = build_pipeline(plan, store, state, recorder, control, targets)
+    pipeline = job.build(state, recorder, control)
     stopped: Interrupted | None = None
     try:
         with _status(pipeline, control, plan) if recorder else nullcontext():
@@ -134,12 +134,14 @@ def _run(plan: Plan, store: Store, state: TrainState, record: _Record | None, co
         if control.interrupt.urgent and control.processes.world.size > 1:
             raise  # the others have not stopped at the same step
         stopped = error
+    except StageFailed as failed:
+        raise with_memory_advice(plan, failed) from failed.__cause__
     finally:
         allow_recompiling()
     step = pipeline.drafters[0].step_number
     if step < num_steps(plan) and stopped is None:
         stopped = Interrupted(signal.SIGTERM, "stopped, as another process was told to,")
-    result = _finish(plan, store, recorder, state, (pipeline, control.processes))
+    result = _finish(plan, job, recorder, state, (pipeline, control))
     if stopped is not None:
         raise Interrupted(
             stopped.exit_code - 128,
@@ -155,7 +157,7 @@ def _gpu_uuids(devices: set[str]) -> dict[str, str]:
 
 
 @contextmanager
-def _status(pipeline: Pipeline, control: Control, plan: Plan) -> Iterator[None]:
+def _status(pipeline: Pipeline, control: Control, plan: AnyPlan) -> Iterator[None]:
     """Keep ``status.json`` fresh while the block runs, and leave in it how the run ended."""
     drafters = pipeline.drafters
     devices = {drafter.name: str(drafter.device) for drafter in drafters}
@@ -182,27 +184,20 @@ def _status(pipeline: Pipeline, control: Control, plan: Plan) -> Iterator[None]:
     status.finish()
 
 
-def _store_fingerprints(store: Store) -> dict[str, str]:
-    tokenizer = store.manifest.tokenizer
-    return {"data": store.fingerprint, "tokenizer": tokenizer.sha256, "chat template": tokenizer.template_sha256}
-
-
-def _live(plan: Plan, store: Store, targets: Targets, control: Control) -> LiveDecoder | None:
-    limit = plan.recipe.validation.live_prompts
-    if not limit or not plan.recipe.validation.every_steps or plan.target.recurrent or plan.recipe.target.features:
-        return None
-    tokenizer = load_tokenizer(plan.recipe.target)
-    options = decode_options(plan, tokenizer)
-    prompts = held_out_prompts(store, tokenizer, limit, options.max_len)
-    return LiveDecoder(plan, targets, prompts, options, control) if prompts else None
+def _store_fingerprints(stores: tuple[Store, ...]) -> dict[str, str]:
+    tokenizer = stores[0].manifest.tokenizer
+    data = " ".join(store.fingerprint for store in stores)
+    return {"data": data, "tokenizer": tokenizer.sha256, "chat template": tokenizer.template_sha256}
 
 
 def _finish(
-    plan: Plan, store: Store, recorder: Recorder | None, state: TrainState, ran: tuple[Pipeline, Processes]
+    plan: AnyPlan, job: Job, recorder: Recorder | None, state: TrainState, ran: tuple[Pipeline, Control]
 ) -> TrainResult:
     """The same result in every process, with the counts of all; the first one writes it down."""
-    pipeline, processes = ran
-    parts = processes.gather({"counts": _count_batches(pipeline), "peak": _peak_memory(plan)})
+    pipeline, control = ran
+    processes = control.processes
+    memory = {"peak": measured_peaks(plan), "reserved": reserved_peaks(plan), "predicted": expected_peaks(plan)}
+    parts = processes.gather({"counts": _count_batches(pipeline), **memory})
 
     def write() -> dict[str, Any]:
         assert recorder is not None
@@ -220,11 +215,14 @@ def _finish(
             best_step=state.best_step,
             checkpoint=str(recorder.last_checkpoint) if recorder.last_checkpoint else None,
             peak_memory_bytes=_name_by_rank([part["peak"] for part in parts]),
-            accounting={**_count_documents(store), **counts, "steps skipped": state.skipped_steps}
+            reserved_memory_bytes=_name_by_rank([part["reserved"] for part in parts]),
+            predicted_memory_bytes=_name_by_rank([part["predicted"] for part in parts]),
+            compiled={name: dataclasses.asdict(compiled) for name, compiled in control.compiled.components.items()},
+            accounting={**_count_documents(job.stores), **counts, "steps skipped": state.skipped_steps}
             | {"documents trained": state.trained_documents, "documents left out": state.bad_documents}
             | recorder.failed_writes,
             pipeline=_waits(pipeline),
-            sources=store.manifest.by_source,
+            sources={name: counts for store in job.stores for name, counts in store.manifest.by_source.items()},
         )
         write_json(plan.recipe.run.dir / "result.json", dataclasses.asdict(result))
         return dataclasses.asdict(result)
@@ -232,13 +230,12 @@ def _finish(
     return TrainResult(**processes.from_first(write))
 
 
-def _count_documents(store: Store) -> dict[str, int]:
-    manifest = store.manifest
-    return {
-        "documents read": manifest.read,
-        "documents kept": manifest.kept,
-        **{f"documents dropped: {reason}": count for reason, count in sorted(manifest.dropped.items())},
-    }
+def _count_documents(stores: tuple[Store, ...]) -> dict[str, int]:
+    counts: Counter[str] = Counter()
+    for manifest in (store.manifest for store in stores):
+        dropped = {f"documents dropped: {reason}": count for reason, count in sorted(manifest.dropped.items())}
+        counts.update({"documents read": manifest.read, "documents kept": manifest.kept, **dropped})
+    return dict(counts)
 
 
 def _count_batches(pipeline: Pipeline) -> dict[str, int]:
@@ -265,11 +262,3 @@ def _waits(pipeline: Pipeline) -> dict[str, dict[str, float]]:
         stats: Any = channel.stats()
         waits[channel.name] = {"send_wait_s": stats.send_wait_s, "receive_wait_s": stats.receive_wait_s}
     return waits
-
-
-def _peak_memory(plan: Plan) -> dict[str, int]:
-    peak = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
-    for device in {*plan.target_devices, *plan.drafter_devices}:
-        if device.startswith("cuda"):
-            peak[device] = torch.cuda.max_memory_allocated(device)
-    return peak

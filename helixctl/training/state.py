@@ -117,6 +117,19 @@ def check_same_drafter(saved: Mapping[str, str], plan: Plan) -> None:
         )
 
 
+def check_same_lm(saved: Mapping[str, str], plan: CausalLMPlan) -> None:
+    """Refuse to use the weights of another model.
+
+    Raises:
+        CheckpointError: the checkpoint is of another configuration than the recipe's.
+    """
+    if saved.get("model") != _digest((plan.model.raw, plan.recipe.model.checkpoint)):
+        raise CheckpointError(
+            "the checkpoint was trained with another model than the recipe names",
+            fix="use the recipe of the run: recipe.yaml in its run.dir",
+        )
+
+
 def _trained_drafter_fingerprints(plan: Plan) -> dict[str, str]:
     drafter = plan.recipe.drafter
     parts = {"block size": drafter.block_size, "drafter": drafter.model_dump(mode="json")}

@@ -123,6 +123,15 @@ def test_backends_agree_on_the_gradient(name: str, monkeypatch: pytest.MonkeyPat
             torch.testing.assert_close(found[backend][parameter], gradient, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("backend", ["segments", "dense"])
+def test_a_part_of_a_slot_is_its_rows(backend: str) -> None:
+    _, lm = build("llama", attention=backend)
+    slot = make_slot()
+    whole, parts = lm.loss(slot), [lm.loss(part) for part in slot.parts(1)]
+    torch.testing.assert_close(sum(part.numerator for part in parts), whole.numerator)
+    assert sum(part.denominator for part in parts) == whole.denominator
+
+
 def test_a_document_does_not_learn_from_another() -> None:
     """Bit for bit: other tokens in one document leave the states of the others alone."""
     _, lm = build("llama")

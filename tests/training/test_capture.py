@@ -24,11 +24,12 @@ from helixctl.models.target import Target
 from helixctl.plan import make_plan
 from helixctl.recipe.load import load_recipe
 from helixctl.training import capture as capture_module
-from helixctl.training.build import load_target, make_loader, make_sequence
+from helixctl.training.build import load_target, make_loader
 from helixctl.training.capture import Capture, run_capture
 from helixctl.training.feature_cache import CachedFeatures
 from helixctl.training.run import run_training
 from helixctl.training.stored import StoredFeatures, feature_key
+from helixctl.training.wiring import make_sequence
 from tests.conftest import ROOT
 from tests.data.builders import write_store
 from tests.tiny import save_tiny, tiny_llama

@@ -1,0 +1,1 @@
+"""Compiling ahead of a run: ``helixctl warmup-compile``."""
