@@ -48,6 +48,8 @@ class Problem:
     message: str
     where: str = ""
     fix: str | None = None
+    see: str | None = None
+    """``page.md#anchor`` that tells more than the section of recipe errors."""
 
 
 class RecipeError(UsageError):
@@ -55,7 +57,8 @@ class RecipeError(UsageError):
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)
-        super().__init__("\n".join(_one_line(p) for p in self.problems))
+        see = next((p.see for p in self.problems if p.see), None)
+        super().__init__("\n".join(_one_line(p) for p in self.problems), see=see)
 
 
 class DataError(HelixError):

@@ -62,6 +62,7 @@ def test_every_error_has_its_place_in_the_documentation() -> None:
 
 def test_an_error_names_its_page() -> None:
     assert HelixError("x").page == "docs/errors.md#helixerror"
+    assert RecipeError([Problem("a", "b"), Problem("c", "d", see="e.md#f")]).page == "docs/e.md#f"
     assert RecipeError([Problem("run", "is odd")]).page == "docs/errors.md#recipeerror"
     assert DataError("x", see="other.md#place").page == "docs/other.md#place"
     assert StageFailed("target-0", DataError("x")).page == "docs/errors.md#dataerror"

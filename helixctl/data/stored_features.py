@@ -180,9 +180,10 @@ def read_features(path: Path) -> FeatureManifest:
         FeaturesError: no features there, another format version, or an unreadable manifest.
     """
     file, again = path / MANIFEST, _AGAIN.format(path=path)
+    if not path.exists():
+        raise FeaturesError(f"there are no features at {path}", fix=again.removesuffix(" again"))
     if not file.is_file():
-        what = "is not a folder of features" if path.exists() else "does not exist"
-        raise FeaturesError(f"{path} {what}", fix=again)
+        raise FeaturesError(f"{path} is not a folder of features", fix="name another folder")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         if (content["format"], content["version"]) != (FORMAT_NAME, FORMAT_VERSION):
@@ -238,7 +239,7 @@ def check_features(path: Path, wanted: FeatureKey, store: Path) -> Iterator[Prob
         if store.exists():
             open_features(path, replace(wanted, data=read_manifest(store).fingerprint))
     except DataError as error:
-        yield Problem("target.features", error.message, fix=error.fix)
+        yield Problem("target.features", error.message, fix=error.fix, see="offline-features.md#what-is-refused")
 
 
 def _digest(value: Any) -> str:
