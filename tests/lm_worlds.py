@@ -42,7 +42,12 @@ CHAT_STAGE = "stages.1.data={train: [{path: %s, format: chat}], store: %s}"
 
 
 def make_lm_world(folder: Path) -> Path:
-    """Tokenizer, texts, chats and a recipe in ``folder``, prepared; returns the recipe's path."""
+    """What ``write_lm_world`` writes, prepared; returns the recipe's path."""
+    return prepare_lm_world(write_lm_world(folder))
+
+
+def write_lm_world(folder: Path) -> Path:
+    """Tokenizer, texts, chats and a recipe in ``folder``; returns the recipe's path."""
     folder.mkdir(parents=True, exist_ok=True)
     templates.byte_tokenizer().save_pretrained(folder / "tokenizer")
     texts = [{"text": " ".join(f"{word} {i}" for word in ("one", "two", "three")[: 1 + i % 3])} for i in range(60)]
@@ -50,7 +55,7 @@ def make_lm_world(folder: Path) -> Path:
     write_jsonl(folder / "chats.jsonl", conversations(20))
     recipe = folder / "recipe.yaml"
     recipe.write_text(RECIPE, encoding="utf-8")
-    return prepare_lm_world(recipe)
+    return recipe
 
 
 def prepare_lm_world(recipe: Path, *overrides: str) -> Path:

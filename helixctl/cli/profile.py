@@ -169,9 +169,9 @@ def _options(look: LookOptions) -> Options:
 
 def _recipe_output(recipe: Path, subject: SubjectOptions, look: LookOptions) -> Path:
     """Where the report goes; mistakes in the recipe are told before anything starts."""
-    from helixctl.cli.loading import load_plan
+    from helixctl.cli.loading import load_any_plan
 
-    plan = load_plan(recipe, subject.set_)
+    plan = load_any_plan(recipe, subject.set_)
     return (look.output or plan.recipe.run.dir / "profile").absolute()
 
 
@@ -191,11 +191,11 @@ def _default_output(run: Run) -> Path:
 
 def _be_subject(recipe: Path, subject: SubjectOptions, *, cuda: bool) -> None:
     """The run that is looked at, in a process of its own."""
-    from helixctl.cli.loading import load_plan
+    from helixctl.cli.loading import load_any_plan
     from helixctl.profiling.launch import STATUS_EVERY_S, become_subject
 
     become_subject()
-    plan = load_plan(recipe, subject.set_)
+    plan = load_any_plan(recipe, subject.set_)
     with heavy_imports():
         from helixctl.training.cuda_trace import traced_on_request
         from helixctl.training.run import run_training

@@ -27,9 +27,15 @@ _LIMITS = {
         "more drafter devices, a smaller drafter or fewer anchors; targets could be fewer",
     ),
     "reader": ("V3", "loader-bound", "more readers (pipeline.readers), faster storage, or less work per document"),
+    "trainer": (
+        "V2",
+        "trainer-bound",
+        "as it should be; larger micro-batches where memory allows, or more GPUs by torchrun",
+    ),
+    "filler": ("V4", "transfer-bound", "see the cause; rows of tokens are small"),
     "post": ("V4", "transfer-bound", "pin and overlap the copies, fewer taps, or features that stay on their GPU"),
 }
-_PLACE = {"reader": 0, "target": 1, "post": 2, "drafter": 3}
+_PLACE = {"reader": 0, "target": 1, "post": 2, "filler": 2, "drafter": 3, "trainer": 3}
 
 
 def judge(facts: Facts, limits: Thresholds = DEFAULTS) -> Verdict:

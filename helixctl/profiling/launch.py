@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from helixctl.errors import HelixError, UsageError
+from helixctl.recipe.load import load_any_recipe
 
 STATUS_EVERY_S = 0.2
 LOG = "run.log"
@@ -87,7 +88,7 @@ def launched(recipe: Path, overrides: Sequence[str], folder: Path, *, cuda: bool
     except OSError as error:
         fix = "choose another folder with --output"
         raise UsageError(f"{folder} cannot be written: {error.strerror or error}", fix=fix) from error
-    sets = [*overrides, f"run.dir={scratch}", "train.epochs=null", f"train.steps={_MANY_STEPS}"]
+    sets = [*overrides, f"run.dir={scratch}", *_endless(recipe, overrides)]
     words = [sys.executable, "-m", "helixctl", "profile", str(recipe), "--as-subject", *(["--cuda"] if cuda else [])]
     words += [word for entry in sets for word in ("--set", entry)]
     with log:
@@ -98,6 +99,13 @@ def launched(recipe: Path, overrides: Sequence[str], folder: Path, *, cuda: bool
     finally:
         run.stop()
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _endless(recipe: Path, overrides: Sequence[str]) -> list[str]:
+    """Options that make the run outlast any look at it."""
+    if load_any_recipe(recipe, overrides).kind == "causal_lm":
+        return ["stages.0.epochs=null", "stages.0.tokens=null", f"stages.0.steps={_MANY_STEPS}"]
+    return ["train.epochs=null", f"train.steps={_MANY_STEPS}"]
 
 
 def become_subject() -> None:

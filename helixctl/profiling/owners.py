@@ -12,10 +12,14 @@ _ROLES = (
     (re.compile(r"reader-\d+"), "reader"),
     (re.compile(r"target-\d+-post"), "post"),
     (re.compile(r"target-\d+"), "target"),
+    (re.compile(r"filler"), "filler"),
     (re.compile(r"drafter-\d+"), "drafter"),
+    (re.compile(r"trainer-\d+"), "trainer"),
 )
-ROLES = ("reader", "target", "post", "drafter")
+ROLES = ("reader", "target", "post", "filler", "drafter", "trainer")
 """In the order of the pipeline."""
+TRAINERS = ("drafter", "trainer")
+"""Roles of the loops that take steps: of a drafter, of a causal LM."""
 OTHER = "other"
 
 
@@ -40,9 +44,9 @@ class Crew:
     def _native(self, os_name: str) -> str | None:
         autograd = _AUTOGRAD.fullmatch(os_name)
         if autograd:
-            drafters = [name for name in self.stages if role_of(name) == "drafter"]
-            here = [name for name in drafters if (self.devices or {}).get(name) == f"cuda:{autograd[1]}"]
-            chosen = here or drafters
+            trainers = [name for name in self.stages if role_of(name) in TRAINERS]
+            here = [name for name in trainers if (self.devices or {}).get(name) == f"cuda:{autograd[1]}"]
+            chosen = here or trainers
             return chosen[0] if chosen else None
         if os_name.startswith(("pt_data_pin", "pt_data_worker")):
             return next((name for name in self.stages if role_of(name) == "reader"), None)
@@ -50,7 +54,7 @@ class Crew:
 
 
 def role_of(stage: str) -> str:
-    """reader, target, post or drafter; else ``other``."""
+    """One of ``ROLES``; else ``other``."""
     return next((role for pattern, role in _ROLES if pattern.fullmatch(stage)), OTHER)
 
 

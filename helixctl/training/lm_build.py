@@ -180,7 +180,8 @@ def made_up_windows(plan: CausalLMPlan) -> MicroBatch:
 
 
 def _build_learner(plan: CausalLMPlan, device: torch.device) -> LMLearner:
-    return LMLearner(plan, build_lm(plan, device, compiled=compiles(plan, device)))
+    # Compiled layers attend by flex, which has no backward on a CPU.
+    return LMLearner(plan, build_lm(plan, device, compiled=compiles(plan, device) and device.type != "cpu"))
 
 
 def _batch_source(plan: CausalLMPlan, loader: WindowLoader, share: Share) -> Callable[[int], MicroBatch]:

@@ -24,7 +24,7 @@ from helixctl.errors import HelixError, StageFailed
 from helixctl.lm_plan import AnyPlan, CausalLMPlan, make_any_plan
 from helixctl.machine import read_machine
 from helixctl.plan import Plan
-from helixctl.recipe.load import load_recipe
+from helixctl.recipe.load import load_any_recipe
 from helixctl.training.build import Targets, build_pipeline
 from helixctl.training.compile_key import Key, make_key
 from helixctl.training.compiling import CompileLog, cache_folder, compiler
@@ -74,7 +74,7 @@ def _use_cache(request: dict[str, Any]) -> dict[str, Any]:
 
 def _plan(request: dict[str, Any]) -> AnyPlan:
     cache = [f"compile.cache={json.dumps(request['use'])}"] if "use" in request else []
-    plan = make_any_plan(load_recipe(Path(request["recipe"]), cache), read_machine())
+    plan = make_any_plan(load_any_recipe(Path(request["recipe"]), cache), read_machine())
     set_up_process(plan)
     return plan
 
@@ -99,6 +99,10 @@ def _build_drafter(plan: Plan, control: Control) -> Pipeline:
 
 
 def _build_lm(plan: CausalLMPlan, control: Control) -> Pipeline:
+    """Nor do they depend on the number of steps, which may be unknown."""
+    if plan.total_steps is None:
+        stages = tuple(replace(stage, first_step=i, num_steps=1) for i, stage in enumerate(plan.stages))
+        plan = replace(plan, stages=stages, total_steps=len(stages))
     return build_lm_pipeline(plan, TrainState(), None, control)
 
 

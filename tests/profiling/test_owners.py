@@ -40,4 +40,5 @@ def test_roles_and_their_order():
         "drafter",
         "other",
     ]
+    assert [role_of(name) for name in ("filler", "trainer-2")] == ["filler", "trainer"]
     assert in_order(["main", "drafter-0", "reader-0", "target-0"]) == ["reader-0", "target-0", "drafter-0", "main"]
