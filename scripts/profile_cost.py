@@ -3,7 +3,7 @@
     python scripts/profile_cost.py PID [PAIRS] [SECONDS]
 
 The order within a pair changes every time, so that a drift of the speed counts for neither side. Needs a run without
-validation and checkpoints in between, and a machine on which nothing else runs.
+validation and checkpoints in between, and a machine on which nothing else runs. Ctrl-C shows what there is.
 """
 
 from __future__ import annotations
@@ -31,17 +31,23 @@ def main() -> int:
     run_dir = run_dir_of(pid)
     assert run_dir is not None, f"process {pid} is no run of helixctl"
     ratios, cores = [], []
-    for pair in range(pairs):
-        speeds = {}
-        for profiled in (pair % 2 == 0, pair % 2 == 1):
-            first = fresh(run_dir, pid)
-            cores += [look(pid, seconds)] if profiled else []
-            if not profiled:
-                pause(seconds)
-            last = fresh(run_dir, pid)
-            tokens = last["counters"]["trained_tokens"] - first["counters"]["trained_tokens"]
-            speeds[profiled] = tokens / (last["at_s"] - first["at_s"])
-        ratios.append(math.log(speeds[True] / speeds[False]))
+    try:
+        for pair in range(pairs):
+            speeds = {}
+            for profiled in (pair % 2 == 0, pair % 2 == 1):
+                first = fresh(run_dir, pid)
+                cores += [look(pid, seconds)] if profiled else []
+                if not profiled:
+                    pause(seconds)
+                last = fresh(run_dir, pid)
+                tokens = last["counters"]["trained_tokens"] - first["counters"]["trained_tokens"]
+                speeds[profiled] = tokens / (last["at_s"] - first["at_s"])
+            ratios.append(math.log(speeds[True] / speeds[False]))
+    except KeyboardInterrupt:  # what has been measured counts
+        pairs = len(ratios)
+    if pairs < 2:
+        Console().print("two pairs at least say something")
+        return 1
     error = statistics.stdev(ratios) / math.sqrt(pairs)
     Console().print(
         f"speed with / without: {math.exp(statistics.fmean(ratios)):.4f} ± {error:.4f}, "
