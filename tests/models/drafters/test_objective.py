@@ -122,6 +122,17 @@ def test_noise_changes_training_only_and_repeats_for_a_micro_batch():
     assert not torch.equal(first, noisy.loss(slot, shared).numerator)
 
 
+def test_a_slot_in_parts_has_the_same_noise_and_the_same_sums():
+    slot, shared = with_last_hidden(packed_slot()), shared_with_norm()
+    slot.number = torch.tensor(4)
+    model = make_model(loss=MIXED, feature_noise={"kind": "uniform", "scale": 0.3})
+    whole, parts = model.loss(slot, shared), [model.loss(part, shared) for part in slot.parts(1)]
+    assert len(parts) == 2
+    torch.testing.assert_close(whole.numerator, parts[0].numerator + parts[1].numerator)
+    for name, value in whole.sums.items():
+        torch.testing.assert_close(value, parts[0].sums[name] + parts[1].sums[name])
+
+
 def test_kl_alone_learns_the_targets_choices_by_heart():
     slot, shared = with_last_hidden(make_slot([[24]], 24, [[2, 6, 9, 13, 15, 18]])), make_shared()
     assert slot.last_hidden is not None
