@@ -221,12 +221,13 @@ def _drafter_lines(load: Load, device: str) -> Iterator[MemoryLine]:
     yield MemoryLine(device, "low-precision weights", count * step.copies, *layers)
     if load.num_processes > 1:
         yield MemoryLine(device, "gradients of all processes", _MASTER_BYTES // 2 * load.parameters, *layers)
-    rows = ("train.pass_rows", load.pass_rows) if load.pass_rows > 1 else ("train.micro_batch_rows", load.rows)
     shape = (
-        rows[0],
-        f"lower {rows[0]} ({rows[1]}), drafter.num_anchors or drafter.block_size, and raise "
+        "train.micro_batch_rows",
+        f"lower train.micro_batch_rows ({load.rows}), drafter.num_anchors or drafter.block_size, and raise "
         "train.grad_accum_steps by as much",
     )
+    if load.pass_rows > 1:
+        shape = "train.pass_rows", f"lower train.pass_rows ({load.pass_rows}); steps stay the same"
     yield MemoryLine(device, "drafter activations", count * step.kept, *shape)
     yield MemoryLine(device, "logits or gradients in flight", count * step.passing, *shape)
     slots = "pipeline.slots", f"lower pipeline.slots ({load.num_slots}) or train.micro_batch_rows ({load.rows})"

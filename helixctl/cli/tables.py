@@ -119,7 +119,9 @@ def train_rows(result: TrainResult) -> dict[str, str]:
     if result.checkpoint is not None:
         rows["checkpoint"] = result.checkpoint
     for device, size in result.peak_memory_bytes.items():
-        rows[f"peak memory, {device}"] = format_bytes(size)
+        predicted = result.predicted_memory_bytes.get(device)
+        told = f", {format_bytes(predicted)} predicted: {100 * predicted / size:.0f} %" if predicted else ""
+        rows[f"peak memory, {device}"] = f"{format_bytes(size)}{told}"
     if result.accounting:
         rows["accounting"] = "\n".join(f"{name}: {count:,}" for name, count in result.accounting.items())
     for name, waits in result.pipeline.items():
