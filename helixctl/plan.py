@@ -6,15 +6,15 @@ Nothing is allocated and nothing is written; never imports torch. N targets, M d
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from helixctl.devices import Spans, check_devices, homes, make_spans
 from helixctl.errors import Problem, RecipeError
 from helixctl.machine import Machine, World
-from helixctl.memory import Load, MemoryLine, estimate_memory, memory_problems, memory_warnings
-from helixctl.models.drafters._memory import Work
+from helixctl.memory import Load, MemoryLine, device_bytes, estimate_memory, memory_problems, memory_warnings
+from helixctl.models.drafters._memory import StepBytes, Work
 from helixctl.models.drafters._parts import count_frozen, freeze_problems
 from helixctl.models.facts import DTYPE_BYTES, TargetFacts, read_target_facts
 from helixctl.models.taps import choose_taps
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from helixctl.data.store import MixLine
 
 _FEW_CPUS = 4
-_PASS_SLOTS = 16384
-"""Slots of a forward and backward that keep a GPU's matrix products at full speed."""
+_PASS_SHARE = 0.1
+"""Of a GPU's memory. More rows at once are hardly faster: 8B shape, 4 rows 520 ms, 2 rows 527 ms, 1 row 543 ms."""
 
 DtypeName = Literal["bfloat16", "float16", "float32"]
 
@@ -137,9 +137,7 @@ def make_plan(recipe: Recipe, machine: Machine) -> Plan:
     """
     target = read_target_facts(recipe.target)
     taps, problems = choose_taps(recipe.drafter, target)
-    problems += freeze_problems(recipe.drafter, target, taps)
-    problems += [*_check_mask_token(recipe.drafter, target), *check_pass_rows(recipe.train)]
-    _refuse([*problems, *check_devices(recipe.pipeline, machine)])
+    _refuse([*problems, *_check_drafter(recipe, target, taps), *check_devices(recipe.pipeline, machine)])
     counts = _count_data(recipe, packing := recipe.data.packing and not target.recurrent)
     spans, drafters = make_spans(recipe.pipeline, machine, stored=recipe.target.features is not None)
     num_drafters, batches_per_step, rows_per_step = _step_size(recipe, machine, drafters)
@@ -205,8 +203,12 @@ def _make_load(recipe: Recipe, target: TargetFacts, devices: tuple[Spans, tuple[
     rows, seq_len = recipe.train.micro_batch_rows, recipe.data.seq_len
     size, taps = DTYPE_BYTES[_compute_dtype(recipe, drafters, machine)], choose_taps(recipe.drafter, target)[0]
     num_frozen = count_frozen(recipe.drafter, target, taps)
-    pass_rows = _pass_rows(recipe, drafters)
-    works = {d: Work(pass_rows, seq_len, size, d != "cpu", recipe.compile.covers(d)) for d in drafters}
+
+    def steps(num_rows: int) -> dict[str, StepBytes]:
+        works = {d: Work(num_rows, seq_len, size, d != "cpu", recipe.compile.covers(d)) for d in drafters}
+        return {d: options.step_bytes(recipe.drafter, target, work) for d, work in works.items()}
+
+    pass_rows = _pass_rows(recipe, steps, {d: device_bytes(d, machine) for d in drafters})
     return Load(
         target=target,
         target_spans=spans,
@@ -220,7 +222,7 @@ def _make_load(recipe: Recipe, target: TargetFacts, devices: tuple[Spans, tuple[
         num_slots=advised_slots(len(targets), len(drafters)) if slots == "auto" else slots,
         parameters=options.parameter_count(recipe.drafter, target) - num_frozen,
         frozen_parameters=num_frozen,
-        step={d: options.step_bytes(recipe.drafter, target, work) for d, work in works.items()},
+        step=steps(pass_rows),
         validation=recipe.validation,
         cache_bytes=recipe.target.feature_cache_mib << 20,
         num_processes=machine.world.size,
@@ -228,15 +230,23 @@ def _make_load(recipe: Recipe, target: TargetFacts, devices: tuple[Spans, tuple[
     )
 
 
-def _pass_rows(recipe: Recipe, drafters: tuple[str, ...]) -> int:
-    """auto: all on a CPU; on a GPU the fewest that divide the micro-batch and keep its matrix products large."""
+def _pass_rows(recipe: Recipe, steps: Callable[[int], dict[str, StepBytes]], room: dict[str, int]) -> int:
+    """auto: all rows on a CPU; on a GPU as many as keep what waits for backward in `_PASS_SHARE` of its memory."""
     rows = recipe.train.micro_batch_rows
     if recipe.train.pass_rows != "auto":
         return recipe.train.pass_rows
-    if "cpu" in drafters:
-        return rows
-    slots = recipe.drafter.num_anchors * recipe.drafter.block_size
-    return next(n for n in range(1, rows + 1) if rows % n == 0 and (n * slots >= _PASS_SLOTS or n == rows))
+
+    def fits(num_rows: int) -> bool:
+        kept = steps(num_rows)
+        return all(device == "cpu" or kept[device].kept <= _PASS_SHARE * size for device, size in room.items())
+
+    return next((n for n in range(rows, 1, -1) if rows % n == 0 and fits(n)), 1)
+
+
+def _check_drafter(recipe: Recipe, target: TargetFacts, taps: tuple[int, ...]) -> Iterator[Problem]:
+    yield from freeze_problems(recipe.drafter, target, taps)
+    yield from _check_mask_token(recipe.drafter, target)
+    yield from check_pass_rows(recipe.train)
 
 
 def check_pass_rows(train: StepOptions) -> Iterator[Problem]:

@@ -59,7 +59,35 @@ def write_recipe(shape: Shape, folder: Path, steps: int, mean_length: int | None
         mean_length: Of the documents, packed; None: every document fills a row.
     """
     (folder / "target").mkdir()
-    config = {
+    (folder / "target" / "config.json").write_text(json.dumps(qwen3_config(shape)), encoding="utf-8")
+    write_documents(shape, folder / "store", (steps + 2) * shape.rows, mean_length)
+    recipe = {
+        "kind": "drafter",
+        "run": {"dir": str(folder / "run")},
+        "target": {"model": str(folder / "target")},
+        "data": {
+            "train": [{"path": str(folder / "none.jsonl")}],
+            "store": str(folder / "store"),
+            "seq_len": shape.seq_len,
+        },
+        "drafter": {
+            "algorithm": "dflash",
+            "num_layers": shape.drafter_layers,
+            "num_anchors": shape.anchors,
+            "mask_token_id": 2,
+        },
+        "train": {"steps": steps, "micro_batch_rows": shape.rows},
+        "validation": {"every_steps": 0},
+        "metrics": {"sinks": []},
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(json.dumps(recipe), encoding="utf-8")  # JSON is YAML
+    return path
+
+
+def qwen3_config(shape: Shape) -> dict[str, Any]:
+    """What config.json of such a model holds."""
+    return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "hidden_size": shape.hidden,
@@ -79,27 +107,6 @@ def write_recipe(shape: Shape, folder: Path, steps: int, mean_length: int | None
         "eos_token_id": 1,
         "pad_token_id": 0,
     }
-    (folder / "target" / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    write_documents(shape, folder / "store", (steps + 2) * shape.rows, mean_length)
-    recipe = {
-        "kind": "drafter",
-        "run": {"dir": str(folder / "run")},
-        "target": {"model": str(folder / "target")},
-        "data": {"train": [{"path": str(folder / "none.jsonl")}], "store": str(folder / "store")},
-        "drafter": {
-            "algorithm": "dflash",
-            "num_layers": shape.drafter_layers,
-            "num_anchors": shape.anchors,
-            "mask_token_id": 2,
-        },
-        "train": {"steps": steps, "micro_batch_rows": shape.rows},
-        "validation": {"every_steps": 0},
-        "metrics": {"sinks": []},
-    }
-    recipe["data"]["seq_len"] = shape.seq_len  # type: ignore[index]
-    path = folder / "recipe.yaml"
-    path.write_text(json.dumps(recipe), encoding="utf-8")  # JSON is YAML
-    return path
 
 
 def write_documents(shape: Shape, path: Path, rows: int, mean_length: int | None) -> None:

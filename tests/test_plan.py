@@ -322,3 +322,27 @@ def test_gpus_that_cannot_be_shared_out_are_refused(recipe):
         make_plan(recipe(), replace(machine(3), world=World(2, 0, 2, 0)))
     with pytest.raises(RecipeError, match="each process has no cuda:1"):
         make_plan(recipe("pipeline.targets=[cuda:1]"), replace(machine(2), world=World(2, 0, 2, 0)))
+
+
+@pytest.mark.parametrize(("gib", "rows"), [(1000, 4), (139, 2), (40, 1)])
+def test_passes_hold_as_many_rows_as_a_tenth_of_the_gpu(recipe, gib, rows):
+    shape = {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8}
+    eight_b = recipe(
+        "drafter.num_layers=4",
+        "drafter.num_taps=4",
+        "drafter.num_anchors=512",
+        "drafter.block_size=16",
+        "data.seq_len=3072",
+        "train.micro_batch_rows=4",
+        **shape,
+        head_dim=128,
+    )
+    gpu = replace(H200, memory_bytes=gib << 30)
+    assert make_plan(eight_b, replace(machine(1), gpus=(gpu,))).pass_rows == rows
+    assert make_plan(eight_b, CPU).pass_rows == 4  # a CPU's caches gain nothing
+
+
+def test_rows_of_a_pass_must_divide_the_micro_batch(recipe):
+    with pytest.raises(RecipeError, match=r"train.pass_rows.*is 4.*does not divide"):
+        make_plan(recipe("train.micro_batch_rows=6", "train.pass_rows=4"), CPU)
+    assert make_plan(recipe("train.micro_batch_rows=6", "train.pass_rows=3"), machine(1)).pass_rows == 3

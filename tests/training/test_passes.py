@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from helixctl.training.passes import TrainPass
-from tests.models.drafters.dflash.test_model import GPU_SIZES, make_model, make_shared, on_gpu, packed_slot
+from tests.models.drafters.dflash.builders import make_model, make_shared, packed_slot
+from tests.models.drafters.dflash.test_model import GPU_SIZES, on_gpu
 
 
 def trained(
