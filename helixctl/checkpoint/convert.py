@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from helixctl.checkpoint.card import Card, make_card, public_name
 from helixctl.checkpoint.export import ExportResult, check_replaceable, write_published
 from helixctl.checkpoint.header import WEIGHTS_FILE, read_config
-from helixctl.checkpoint.published import default_format, load_format, open_published
+from helixctl.checkpoint.published import PublishedDrafter, default_format, load_format, open_published
 from helixctl.errors import CheckpointError, UsageError
 from helixctl.models.facts import TargetFacts
 from helixctl.plugins import DRAFTERS, load_plugin
@@ -62,18 +62,23 @@ def convert(
         return difference
 
     served = str(drafter.target or "TARGET")
-    card = Card(
-        name=output_dir.name,
-        algorithm=found.algorithm,
-        format=format_name,
-        target=served,
-        facts={"converted from": f"the {found.format} format"},
-        commands=_commands(found.algorithm, format_name, public_name(served), output_dir.name, drafter.block_size),
-    )
+    card = _card(found, format_name, served, (output_dir.name, drafter.block_size))
     write_published(output_dir, config, tensors, make_card(card), compare)
     num_bytes = (output_dir / WEIGHTS_FILE).stat().st_size
     commands = _commands(found.algorithm, format_name, served, str(output_dir), drafter.block_size)
     return ExportResult(output_dir, format_name, len(tensors), num_bytes, 0.0, commands)
+
+
+def _card(found: PublishedDrafter, format_name: str, target: str, drafter: tuple[str, int]) -> Card:
+    """``drafter``: name and block size."""
+    return Card(
+        name=drafter[0],
+        algorithm=found.algorithm,
+        format=format_name,
+        target=target,
+        facts={"converted from": f"the {found.format} format"},
+        commands=_commands(found.algorithm, format_name, public_name(target), *drafter),
+    )
 
 
 def _commands(algorithm: str, format_name: str, target: str, drafter: str, block_size: int) -> dict[str, str]:

@@ -48,7 +48,9 @@ def make_slot() -> Any:
 def on_gpu(value: Any) -> Any:
     """A copy of a slot or of shared weights on the GPU."""
     held = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-    moved = {name: item.cuda() for name, item in held.items() if isinstance(item, torch.Tensor | torch.nn.Module)}
+    moved: dict[str, Any] = {
+        name: item.cuda() for name, item in held.items() if isinstance(item, torch.Tensor | torch.nn.Module)
+    }
     if "features" in held:
         moved["features"] = [feature.cuda() for feature in held["features"]]
     return dataclasses.replace(value, **moved)
