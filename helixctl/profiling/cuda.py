@@ -26,6 +26,7 @@ Idle = Literal["launch", "work", "device"]
 _ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _CALLS = frozenset({"cuda_runtime", "cuda_driver"})
 _RANGE = "user_annotation"
+_TIMED = _ON_DEVICE | _CALLS | {_RANGE}
 _US = 1e-6
 _KINDS = (
     ("launch", re.compile(r"^cu(da)?(Graph)?Launch")),
@@ -100,21 +101,25 @@ Owner = Callable[[int], str]
 """The stage that an OS thread works for."""
 
 
-def read_trace(events: Iterable[Event], owner: Owner) -> CudaUse | None:
-    """Add a trace up; None where nothing ran on a GPU. Times in events are microseconds."""
+def read_trace(events: Sequence[Event], owner: Owner, last_s: float = float("inf")) -> CudaUse | None:
+    """Add the last ``last_s`` seconds of a trace up; None where nothing ran on a GPU. Events are in microseconds."""
+    timed = [event for event in events if event.get("cat") in _TIMED]
+    first = max((event["ts"] + event["dur"] for event in timed), default=0.0) - last_s / _US
     calls: dict[int, _Call] = {}
     on_thread: dict[int, list[tuple[_Call, str]]] = defaultdict(list)
     on_device: list[Event] = []
     ranges: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for event in events:
-        category = event.get("cat")
+    for event in timed:
+        category = event["cat"]
+        if category != _RANGE and event["ts"] < first:
+            continue
         if category in _CALLS:
             call = _Call(event["ts"], event["ts"] + event["dur"], int(event["tid"]))
             on_thread[call.thread].append((call, event["name"]))
             calls.setdefault(event["args"].get("correlation", -1), call)
         elif category in _ON_DEVICE:
             on_device.append(event)
-        elif category == _RANGE:
+        else:
             name = str(event["name"])
             ranges[name.partition(" ")[0]].append((event["ts"], event["ts"] + event["dur"]))
     tasks: dict[int, list[_Task]] = defaultdict(list)

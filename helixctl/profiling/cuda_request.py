@@ -17,7 +17,7 @@ _LONGEST_S = 180.0
 
 @dataclass(frozen=True)
 class Traced:
-    """What the run answered. Instants are those of ``time.monotonic``."""
+    """What the run answered. Instants are those of ``time.monotonic``; the trace begins a little before."""
 
     events: tuple[dict[str, Any], ...] = ()
     text: bytes = b""
@@ -54,4 +54,4 @@ class TraceRequest:
                 return None
             said, text = {"problem": f"the run did not write a trace within {_LONGEST_S:g} s"}, b""
         events = tuple(json.loads(text)["traceEvents"]) if text else ()
-        return Traced(events, text, said["problem"], self._began_at, time.monotonic())
+        return Traced(events, text, said["problem"], said.get("began_at", 0.0), said.get("ended_at", 0.0))

@@ -9,7 +9,6 @@ from statistics import fmean
 
 from helixctl.profiling import leaves, pipeline, threads
 from helixctl.profiling.cuda import CudaUse, StageCuda, read_trace
-from helixctl.profiling.cuda_request import TRACE_S
 from helixctl.profiling.gpu import GpuSample, throttle_reasons
 from helixctl.profiling.host import HostUse, host_between
 from helixctl.profiling.owners import ROLES, Crew, in_order, role_of
@@ -211,8 +210,10 @@ def role_groups(crew: Crew) -> list[tuple[str, tuple[str, ...]]]:
 
 def _trace(seen: Recording, crew: Crew) -> CudaUse | None:
     names = {reading.thread_id: reading.name for sample in seen.threads for reading in sample.readings}
-    traced = seen.cuda
-    return read_trace(traced.events, lambda tid: crew.owner(tid, names.get(tid, ""), seen.pid)) if traced else None
+    if (traced := seen.cuda) is None:
+        return None
+    seconds = traced.ended_at - traced.began_at
+    return read_trace(traced.events, lambda tid: crew.owner(tid, names.get(tid, ""), seen.pid), seconds)
 
 
 def _trace_problem(seen: Recording, cuda: CudaUse | None) -> str | None:
@@ -226,8 +227,7 @@ def _trace_slowdown(seen: Recording, use: PipelineUse | None) -> float:
     traced = seen.cuda
     if traced is None or use is None or not use.tokens_per_s:
         return 0.0
-    end = traced.began_at + TRACE_S
-    meanwhile = [status for status in seen.statuses if traced.began_at <= status["at_s"] <= end]
+    meanwhile = [status for status in seen.statuses if traced.began_at <= status["at_s"] <= traced.ended_at]
     if len(meanwhile) < 2:
         return 0.0
     return 1 - pipeline.use_between(meanwhile[0], meanwhile[-1]).tokens_per_s / use.tokens_per_s

@@ -8,7 +8,9 @@ thread: others crash it), and leaves the trace and an answer beside it.
 from __future__ import annotations
 
 import json
+import os
 import threading
+import time
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,10 @@ REQUEST, TRACE, ANSWER = "cuda-trace.request", "cuda-trace.json", "cuda-trace.an
 NO_GPU = "the run uses no GPU, so there are no kernels and no CUDA calls to trace"
 _THREAD = "cuda-trace"
 _LOOK_S = 0.1
-_WARM_UP_S = 0.3
-"""Of a first trace that is thrown away: starting CUPTI stops the launches for a while."""
+_WARM_UP_S = 0.5
+"""Recorded, but left out by whoever reads it: starting CUPTI holds launches up for a while."""
+_CUPTI = {"DISABLE_CUPTI_LAZY_REINIT": "1", "TEARDOWN_CUPTI": "0"}
+"""Else a CUDA graph that was captured before is replayed into freed memory after the trace."""
 
 
 def traced_on_request(run_dir: Path) -> AbstractContextManager[None]:
@@ -44,19 +48,27 @@ def _answer(run_dir: Path, ended: threading.Event) -> None:
 
 
 def trace(path: Path, seconds: float, ended: threading.Event) -> dict[str, Any]:
-    """Record ``seconds`` to ``path`` in Chrome's trace format; ``{"problem": None}``, or why there is nothing."""
+    """Record ``seconds``, and a little before, to ``path`` in Chrome's trace format.
+
+    Returns:
+        ``problem``, None or why there is no trace; ``began_at`` and ``ended_at`` of the ``seconds``, on
+        ``time.monotonic``.
+    """
     import torch
     from torch._C._profiler import _ExperimentalConfig
     from torch.profiler import ProfilerActivity, profile
 
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return {"problem": NO_GPU}
-    for path_or_none, length_s in ((None, _WARM_UP_S), (path, seconds)):
-        config = _ExperimentalConfig(profile_all_threads=True)
-        recorder = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], experimental_config=config)
-        recorder.start()
-        ended.wait(length_s)
-        recorder.stop()
-        if path_or_none is not None:
-            recorder.export_chrome_trace(str(path_or_none))
-    return {"problem": None}
+    for name, value in _CUPTI.items():
+        os.environ.setdefault(name, value)
+    config = _ExperimentalConfig(profile_all_threads=True)
+    recorder = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], experimental_config=config)
+    recorder.start()
+    ended.wait(_WARM_UP_S)
+    began_at = time.monotonic()
+    ended.wait(seconds)
+    times = {"began_at": began_at, "ended_at": time.monotonic()}
+    recorder.stop()
+    recorder.export_chrome_trace(str(path))
+    return {"problem": None, **times}

@@ -175,6 +175,14 @@ def test_busy_and_idle_equal_a_count_microsecond_by_microsecond(
         assert device.idle_shares == {kind: pytest.approx(n / (last - first)) for kind, n in kinds.items()}
 
 
+def test_what_was_recorded_before_the_stretch_asked_for_is_left_out():
+    trace = small_kernels(gap_us=20, kernel_us=4, count=50)
+    use = read_trace(trace.events, lambda thread: OWNERS[thread], last_s=500e-6)
+    assert use is not None and use.seconds == pytest.approx(500e-6, rel=0.05)
+    assert use.devices[0].num_kernels == 25
+    assert use.devices[0].idle_shares["launch"] == pytest.approx(0.8, abs=0.03)
+
+
 def test_no_kernels_are_no_trace():
     assert read_trace([], lambda thread: "") is None
     trace = Trace()
