@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from helixctl.errors import UsageError
+from helixctl.metrics.page import STYLE
 from helixctl.profiling.facts import Facts
 from helixctl.profiling.pyspy import Frames
 from helixctl.profiling.recording import Recording
@@ -106,7 +107,7 @@ def make_speedscope(stacks: OwnedStacks, rate_hz: int) -> Json:
 
 def make_page(report: Json, stacks: OwnedStacks) -> str:
     """One HTML page with the report and the flame graph inside; it loads nothing from anywhere."""
-    template = files("helixctl.profiling").joinpath("page.html").read_text(encoding="utf-8")
+    template = files("helixctl.profiling").joinpath("page.html").read_text(encoding="utf-8").replace("/*STYLE*/", STYLE)
     data = json.dumps({"report": report, "flames": flame_tree(stacks)})
     safe = data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     return template.replace("/*DATA*/null", safe)

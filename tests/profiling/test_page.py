@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from helixctl.metrics.page import STYLE
+
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
@@ -47,6 +49,7 @@ def test_the_page_loads_nothing_and_data_cannot_end_its_script(profiled):
     assert not re.search(r"https?://(?!www\.w3\.org|www\.speedscope)", text)
     assert text.count("</script>") == 1
     assert "/*DATA*/null" not in text
+    assert STYLE in text, "it looks like the other pages"
 
 
 @pytest.fixture(scope="module")
