@@ -59,9 +59,17 @@ def judge(facts: Facts, limits: Thresholds = DEFAULTS) -> Verdict:
             if finding.code.startswith(headline.code.split("+")[0]) and finding is not headline
         ]
         cause = next((finding for finding in letters if finding.level == "high"), None)
-    return Verdict(
-        headline, cause, tuple(found), _confidence(facts, limits), _basis(facts), tuple(_unknown(facts, limits))
-    )
+    unknown = tuple(_unknown(facts, limits))
+    return Verdict(headline, cause, tuple(_once(found)), _confidence(facts, limits), _basis(facts), unknown)
+
+
+def _once(found: list[Finding]) -> Iterator[Finding]:
+    """Two stages that limit together have one interpreter lock and may share a GPU: what they share is told once."""
+    told: list[tuple[str, dict[str, float | int | str]]] = []
+    for finding in found:
+        if (finding.title, finding.numbers) not in told:
+            told.append((finding.title, finding.numbers))
+            yield finding
 
 
 def _dead(facts: Facts, limits: Thresholds) -> Iterator[Finding]:

@@ -57,8 +57,8 @@ def _launch_bound(facts: Facts, role: RoleFacts, limits: Thresholds) -> Iterator
             yield Finding("b", "launch-bound", _level(idle, limits), numbers, advice)
     elif share >= limits.launch_moderate:
         yield Finding("b", "launch-bound", "high" if share >= limits.launch else "moderate", numbers, advice)
-    elif role.on_cpu_share >= limits.headroom and not role.leaf_share("cuda.") and role.gil_share < limits.gil_own:
-        numbers = {"gpu_util_pct": util, "on_cpu_share": role.on_cpu_share}
+    elif role.computing_share >= limits.headroom and not role.leaf_share("cuda.") and role.gil_share < limits.gil_own:
+        numbers = {"gpu_util_pct": util, "computing_share": role.computing_share}
         told = "profile with --cuda to see what it launches; " + advice
         yield Finding("b", "host-bound: the GPU waits for this thread", "high", numbers, told)
 
@@ -177,7 +177,7 @@ def _computing(facts: Facts, role: RoleFacts, limits: Thresholds) -> Iterator[Fi
 def _waiting(facts: Facts, role: RoleFacts, limits: Thresholds) -> Iterator[Finding]:
     """Busy for the pipeline, asleep for the kernel: it waits for something that the pipeline does not see."""
     outside = role.leaf_share("wait.queue", "wait.lock", "wait.sleep", "io")
-    idle = role.on_cpu_share + (role.run_queue_share or 0.0) < 1 - limits.headroom
+    idle = max(role.on_cpu_share, role.computing_share) + (role.run_queue_share or 0.0) < 1 - limits.headroom
     if outside >= 0.5 or (facts.ticks == 0 and idle):
         yield Finding(
             "h",

@@ -76,6 +76,14 @@ class RoleFacts:
         return _mean(stage.on_cpu_share for stage in self.stages)
 
     @property
+    def computing_share(self) -> float:
+        """Mean over stages of the cores used by the stage's thread and those that work for it, 1 at most each.
+
+        The backward of a GPU runs in a thread of its own, while the drafter's waits for it.
+        """
+        return _mean(min(stage.cores, 1.0) for stage in self.stages)
+
+    @property
     def run_queue_share(self) -> float | None:
         """Mean over stages; None where the kernel does not count it."""
         found = [stage.run_queue_share for stage in self.stages if stage.run_queue_share is not None]
@@ -176,6 +184,7 @@ def find_facts(seen: Recording) -> Facts:
     window = seen.window_statuses
     use = pipeline.use_between(window[0], window[-1]) if len(window) > 1 else None
     status = seen.last_status
+    uuids: dict[str, str] = status["counters"].get("gpus", {}) if status is not None else {}
     return Facts(
         seconds=seen.seconds,
         ticks=seen.stacks.ticks,
@@ -188,7 +197,7 @@ def find_facts(seen: Recording) -> Facts:
         roles=_roles(use, stages, crew) if use is not None else (),
         gil_share=_gil_share(seen, seen.gil.num_samples),
         stalls=find_stalls(window, role_groups(crew)) if use is not None else None,
-        gpus=_gpus(seen),
+        gpus=_gpus(seen, uuids),
         host=host_between(*seen.host, seen.seconds) if seen.host is not None else None,
         slowdown=find_slowdown(seen),
         profiler_cores=cores_used(seen),
@@ -198,7 +207,7 @@ def find_facts(seen: Recording) -> Facts:
         cuda=cuda,
         cuda_problem=_trace_problem(seen, cuda),
         cuda_slowdown_share=_trace_slowdown(seen, use),
-        gpu_uuids=status["counters"].get("gpus", {}) if status is not None else {},
+        gpu_uuids=uuids,
     )
 
 
@@ -293,10 +302,12 @@ def _roles(use: PipelineUse, stages: Sequence[StageFacts], crew: Crew) -> tuple[
     )
 
 
-def _gpus(seen: Recording) -> tuple[GpuFacts, ...]:
+def _gpus(seen: Recording, uuids: Mapping[str, str]) -> tuple[GpuFacts, ...]:
+    """Those that the run uses, where it says which; else all that it may use."""
     by_uuid: dict[str, list[GpuSample]] = defaultdict(list)
     for sample in seen.gpus:
-        by_uuid[sample.uuid].append(sample)
+        if not uuids or sample.uuid in uuids.values():
+            by_uuid[sample.uuid].append(sample)
     return tuple(_gpu(uuid, samples, seen) for uuid, samples in by_uuid.items())
 
 

@@ -28,6 +28,10 @@ THROTTLES = {
 """Reasons that cost speed; being idle and user-set clocks are none."""
 
 
+class _NotOffered(Exception):
+    """A metric that this GPU does not have."""
+
+
 @dataclass(frozen=True)
 class GpuSample:
     """One GPU at one instant; what it does not tell is missing from ``values``."""
@@ -117,6 +121,8 @@ class GpuSampler:
         except nvml.NVMLError as error:
             if error.value in (getattr(nvml, "NVML_ERROR_GPU_IS_LOST", 15), getattr(nvml, "NVML_ERROR_UNKNOWN", 999)):
                 self.problem = f"{device.name} ({device.uuid}) was lost: {error}"
+            device.missing[name] = str(error)
+        except _NotOffered as error:
             device.missing[name] = str(error)
         except (AttributeError, TypeError) as error:  # an older binding does not know the function
             device.missing[name] = f"not in this version of nvidia-ml-py ({error})"
@@ -221,7 +227,7 @@ def _nvlink(nvml: Any, device: _Device, now_s: float) -> dict[str, float]:
 def _activity(nvml: Any, device: _Device, _: float) -> dict[str, float]:
     """Hopper and later: how full the GPU is, from two samples of its own counters."""
     if device.last_gpm is None and not nvml.nvmlGpmQueryDeviceSupport(device.handle).isSupportedDevice:
-        raise TypeError("the GPU has no performance counters for this")
+        raise _NotOffered("the GPU has no performance counters for this")
     sample = nvml.nvmlGpmSampleAlloc()
     nvml.nvmlGpmSampleGet(device.handle, sample)
     last, device.last_gpm = device.last_gpm, sample

@@ -95,6 +95,33 @@ def test_a_gpu_without_native_stacks_is_not_guessed_about():
     assert any("--native" in what for what in verdict.unknown)
 
 
+def test_a_thread_that_computes_while_its_gpu_has_room_is_named_and_a_reader_is_not_asked_about_gpus():
+    verdict = judge(facts(TARGET_BOUND, target(on_cpu_share=0.9, cores=0.9), gpus=(gpu(40),)))
+    assert verdict.cause is not None and verdict.cause.code == "V1b"
+    assert "host-bound" in verdict.title and "--cuda" in verdict.cause.advice
+    backward = {"drafter-0": stage_facts("drafter-0", on_cpu_share=0.2, cores=0.9)}  # in a native thread
+    assert "host-bound" in judge(facts(DRAFTER_BOUND, backward, gpus=(gpu(40),))).title
+    reader = {"reader-0": stage_facts("reader-0", on_cpu_share=0.95, cores=0.95)}
+    cause = judge(facts(READER_BOUND, reader, gpus=(gpu(40),))).cause
+    assert cause is not None and cause.code == "V3g"
+
+
+def test_a_stage_on_a_cpu_is_not_judged_by_a_gpu_of_the_host_and_others_by_their_own():
+    cpu = target(on_cpu_share=0.9, cores=0.9, device="cpu")
+    cause = judge(facts(TARGET_BOUND, cpu, gpus=(gpu(97),))).cause
+    assert cause is not None and cause.code == "V1g"
+    mine, other = gpu(95), GpuFacts("GPU-2", "H200", {"util_pct": 10.0}, 0.0, (), {})
+    own, uuids = target(device="cuda:0"), {"cuda:0": "GPU-1"}
+    cause = judge(facts(TARGET_BOUND, own, gpus=(mine, other), gpu_uuids=uuids)).cause
+    assert cause is not None and (cause.code, cause.numbers["gpu_util_pct"]) == ("V1a", 95)
+
+
+def test_what_two_stages_share_is_told_once():
+    waits = {"reader": (0.0, 0.02), "target": (0.05, 0.0), "post": (0.9, 0.0), "drafter": (0.7, 0.0)}
+    found = codes(facts(waits, gil_share=0.95))
+    assert found.count("V3e") + found.count("V1e") == 1
+
+
 def test_a_quota_counts_as_starvation():
     host = HostUse(num_cores=8, busy_share=0.5, steal_share=0.0, throttled_share=0.4, load=4.0)
     cause = judge(facts(TARGET_BOUND, host=host)).cause
