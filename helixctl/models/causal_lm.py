@@ -230,8 +230,9 @@ def _layers_of(model: Any, num_layers: int) -> nn.ModuleList:
 
 
 def _compile_layers(layers: nn.ModuleList) -> dict[Any, Any]:
-    """Layer -> its compiled forward; layers of one kind share a graph."""
+    """Layer -> its compiled forward; layers of one kind share a graph, as they share a code object."""
+    forwards = {kind: private(kind.forward) for kind in {type(layer) for layer in layers}}
     return {
-        layer: torch.compile(types.MethodType(private(type(layer).forward), layer), fullgraph=True, dynamic=False)
+        layer: torch.compile(types.MethodType(forwards[type(layer)], layer), fullgraph=True, dynamic=False)
         for layer in layers
     }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.utils
 
 from helixctl.data.batch import SlotBatch
 from helixctl.errors import ModelError
@@ -163,6 +165,31 @@ def test_bfloat16_by_autocast_stays_close_and_gradients_stay_float32() -> None:
     terms.numerator.backward()
     assert abs(terms.numerator.item() - exact.item()) < 0.02 * exact.item()
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_compiled_layers_share_a_graph_that_other_documents_do_not_break(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, but that the graph is interpreted: flex has no backward on a CPU."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    options = ModelOptions(config=CONFIGS["llama"], tokenizer="none")
+    model = build_causal_lm(options, seed=4)
+    lm = CausalLM(model, read_model_facts(options), options, compiled=True)
+    reference = CausalLM(model, read_model_facts(options), options, compiled=False)
+    counted = torch._dynamo.utils.counters["stats"]
+    counted.clear()
+    with torch.no_grad():
+        first = lm.hidden(make_slot())
+        assert counted["unique_graphs"] == 1, "two layers"
+        try:
+            torch.compiler.set_stance("fail_on_recompile")
+            again, slot = lm.hidden(make_slot()), make_slot(seed=1)
+            slot.document_ids[0, 3:7] = -1
+            lm.hidden(slot)
+        finally:
+            torch.compiler.set_stance("default")
+        real = make_slot().document_ids >= 0
+        torch.testing.assert_close(first[real], reference.hidden(make_slot())[real], rtol=1e-4, atol=1e-4)
+    assert torch.equal(first, again)
 
 
 def test_initial_weights_are_a_function_of_the_seed_and_leave_other_generators_alone() -> None:
