@@ -23,6 +23,9 @@ from helixctl.recipe.load import dump_recipe
 from helixctl.training.compile_key import compiled_devices, make_key
 from helixctl.training.compiling import CACHE_VARIABLES, CacheUse, Compiled, find_cache
 
+CHILD = "helixctl.warmup.child"
+"""The module that both processes run."""
+
 
 class WarmUpFailed(HelixError):
     """A process that compiled ended with an error."""
@@ -54,12 +57,15 @@ class WarmUp:
 
 
 def warm_up(
-    plan: AnyPlan, output: Path | None = None, on_progress: Callable[[int, int], None] = lambda done, total: None
+    plan: AnyPlan,
+    output: Path | None = None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    child: str = CHILD,
 ) -> WarmUp:
     """Compile every shape of ``plan`` on its devices, and keep what came of it in ``output``.
 
     Without ``output`` it goes where the recipe's `compile.cache` says, else where `train` looks by itself.
-    ``on_progress`` gets the processes done, and both.
+    ``on_progress`` gets the processes done, and both; ``child`` is the module that they run.
 
     Raises:
         UsageError: nothing is compiled in this plan, or several processes were started.
@@ -72,9 +78,10 @@ def warm_up(
         recipe = folder / "recipe.yaml"
         recipe.write_text(dump_recipe(plan.recipe), encoding="utf-8")
         (folder / "cold").mkdir()
-        cold = _in_child(folder, {"recipe": str(recipe), "fresh": str(folder / "cold"), "output": _text(output)})
+        fresh = {"recipe": str(recipe), "fresh": str(folder / "cold"), "output": _text(output)}
+        cold = _in_child(child, folder, fresh)
         on_progress(1, 2)
-        warm = _in_child(folder, {"recipe": str(recipe), "use": cold["path"]})
+        warm = _in_child(child, folder, {"recipe": str(recipe), "use": cold["path"]})
         on_progress(2, 2)
     return WarmUp(
         path=cold["path"],
@@ -112,14 +119,14 @@ def _refuse(plan: AnyPlan) -> None:
         )
 
 
-def _in_child(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
+def _in_child(child: str, folder: Path, request: dict[str, Any]) -> dict[str, Any]:
     """Run one process; what it logs goes to this one's stderr."""
     request_path, answer_path = folder / "request.json", folder / "answer.json"
     request_path.write_text(json.dumps(request), encoding="utf-8")
     answer_path.unlink(missing_ok=True)
     environment = {name: value for name, value in os.environ.items() if name not in CACHE_VARIABLES}
     environment["TORCHINDUCTOR_CACHE_DIR"] = request.get("fresh") or str(folder / "unused")
-    words = [sys.executable, "-m", "helixctl.warmup.child", str(request_path), str(answer_path)]
+    words = [sys.executable, "-m", child, str(request_path), str(answer_path)]
     code = subprocess.run(words, env=environment, stdout=sys.stderr, check=False).returncode
     if not answer_path.exists():
         raise WarmUpFailed(f"the process that compiles ended with code {code}", fix="its own message stands above")
