@@ -219,12 +219,17 @@ def open_features(path: Path, wanted: FeatureKey) -> FeatureManifest:
 
 
 def differences(stored: FeatureKey, wanted: FeatureKey) -> list[str]:
-    """What of ``stored`` does not serve who wants ``wanted``; weights count where both are known."""
+    """What of ``stored`` does not serve who wants ``wanted``; weights count where both are known.
+
+    More taps than wanted serve as well: a recipe that needs the last hidden state stores for one that does not.
+    """
     found = [
         f"{name} {getattr(stored, field)} instead of {getattr(wanted, field)}"
-        for name, field in (("taps", "taps"), ("dtype", "dtype"), ("target width", "width"))
+        for name, field in (("dtype", "dtype"), ("target width", "width"))
         if getattr(stored, field) != getattr(wanted, field)
     ]
+    if not {*wanted.taps} <= {*stored.taps}:
+        found.insert(0, f"taps {stored.taps} instead of {wanted.taps}")
     found += [f"another {name}" for name in ("data", "target") if getattr(stored, name) != getattr(wanted, name)]
     if stored.weights and wanted.weights and stored.weights != wanted.weights:
         found.append("another target: its weights differ")

@@ -345,6 +345,8 @@ def _refuse_other(folder: Path, stored: FeatureKey, wanted: FeatureKey) -> None:
     found = differences(stored, wanted)
     if stored.seq_len > wanted.seq_len:
         found.append(f"documents cut at {stored.seq_len} tokens, not {wanted.seq_len}")
+    if not found and stored.taps != wanted.taps:
+        found.append(f"taps {stored.taps}, not {wanted.taps}")
     if found:
         raise FeaturesError(
             f"{folder} holds features of something else: {'; '.join(found)}",

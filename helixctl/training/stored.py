@@ -79,6 +79,8 @@ class StoredFeatures:
         self.device = device
         manifest = open_features(folder, wanted)
         self.key = manifest.key
+        self._places = [self.key.taps.index(tap) for tap in wanted.taps]
+        """Of the wanted taps among those stored."""
         self._folder = folder
         self._store = store
         self._layouts = make_layouts(store, self.key.seq_len, manifest.shard_tokens)
@@ -93,7 +95,7 @@ class StoredFeatures:
         """
         shape = (*batch.input_ids.shape, self.key.width)
         dtype, pinned = getattr(torch, self.key.dtype), self.device.type == "cuda"
-        rows = [torch.zeros(shape, dtype=dtype, pin_memory=pinned) for _ in self.key.taps]
+        rows = [torch.zeros(shape, dtype=dtype, pin_memory=pinned) for _ in self._places]
         for row, (documents, spans) in enumerate(zip(batch.documents, batch.spans, strict=True)):
             for document, (start, end) in zip(documents, spans, strict=True):
                 for whole, own in zip(rows, self._of_document(batch.role, document, end - start), strict=True):
@@ -115,7 +117,7 @@ class StoredFeatures:
         if not is_whole:
             raise self._damaged(name, f"the features of {role} document {document} are not what was written")
         self._checked[role][entry] = True
-        return [feature[:length] for feature in own]
+        return [own[i][:length] for i in self._places]
 
     def _damaged(self, name: str, how: str) -> FeaturesError:
         return FeaturesError(

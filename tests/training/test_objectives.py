@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from helixctl.checkpoint.store import load_checkpoint
+from helixctl.data.stored_features import FeaturesError
 from helixctl.errors import RecipeError, StageFailed
 from helixctl.models.target import Target
 from helixctl.training.capture import Capture, run_capture
@@ -99,6 +100,15 @@ def test_the_last_state_comes_from_the_cache_and_from_the_disk_too(recipe: Path)
     folder = recipe.parent / "features"
     run_capture(Capture(make_world_plan(recipe, *MIXED), folder))
     assert same(online, train(recipe, "offline", f"target.features={folder}", *MIXED))
+
+
+def test_stored_features_serve_recipes_that_need_less(recipe: Path) -> None:
+    folder = recipe.parent / "features"
+    run_capture(Capture(make_world_plan(recipe, *MIXED), folder))
+    online = train(recipe, "online", "target.feature_cache_mib=64")
+    assert same(online, train(recipe, "offline", f"target.features={folder}"))
+    with pytest.raises(FeaturesError, match=r"taps \(0, 2, 3\), not \(0, 2\)"):
+        Capture(make_world_plan(recipe), folder)
 
 
 def test_stored_taps_without_the_last_state_are_refused(recipe: Path) -> None:
