@@ -84,7 +84,7 @@ def test_a_message_ends_with_its_page(
     assert found[2] in anchors(DOCS / "errors.md") and found[2] == (page or found[2])
 
 
-@pytest.mark.parametrize("name", ["rules.md"])
+@pytest.mark.parametrize("name", ["recipe.md", "rules.md"])
 def test_generated_pages_are_current(name: str) -> None:
     written = (DOCS / name).read_text(encoding="utf-8")
     assert written == reference.pages()[name], f"docs/{name} is old: run python -m scripts.reference"
