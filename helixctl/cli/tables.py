@@ -122,6 +122,9 @@ def train_rows(result: TrainResult) -> dict[str, str]:
         predicted = result.predicted_memory_bytes.get(device)
         told = f", {format_bytes(predicted)} predicted: {100 * predicted / size:.0f} %" if predicted else ""
         rows[f"peak memory, {device}"] = f"{format_bytes(size)}{told}"
+    if result.compile_cache:
+        seconds = ", ".join(f"{name} {compiled['seconds']:.1f} s" for name, compiled in result.compiled.items())
+        rows["compiled"] = f"{seconds}; cache: {result.compile_cache}"
     if result.accounting:
         rows["accounting"] = "\n".join(f"{name}: {count:,}" for name, count in result.accounting.items())
     for name, waits in result.pipeline.items():

@@ -35,6 +35,8 @@ class TrainResult:
     """Most that torch's allocator held on each GPU; what is above the peak was fragmented or idle."""
     predicted_memory_bytes: dict[str, int] = field(default_factory=dict)
     """What the plan said of the peak: `predicted / peak` of each device shows how well."""
+    compile_cache: str = ""
+    """Hit or miss, the file, and what differs; empty where nothing is compiled."""
     compiled: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Seconds, graphs, graph breaks, recompilations and cache counters of every component that was compiled."""
     sources: dict[str, dict[str, Any]] = field(default_factory=dict)

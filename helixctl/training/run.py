@@ -217,6 +217,7 @@ def _finish(
             peak_memory_bytes=_name_by_rank([part["peak"] for part in parts]),
             reserved_memory_bytes=_name_by_rank([part["reserved"] for part in parts]),
             predicted_memory_bytes=_name_by_rank([part["predicted"] for part in parts]),
+            compile_cache=str(control.compiled.cache) if control.compiled.components else "",
             compiled={name: dataclasses.asdict(compiled) for name, compiled in control.compiled.components.items()},
             accounting={**_count_documents(job.stores), **counts, "steps skipped": state.skipped_steps}
             | {"documents trained": state.trained_documents, "documents left out": state.bad_documents}

@@ -133,6 +133,9 @@ def test_a_training_result_names_everything():
         peak_memory_bytes={"host": 1 << 30},
         accounting={"documents read": 1200},
         pipeline={"features": {"send_wait_s": 1.25, "receive_wait_s": 0.0}},
+        predicted_memory_bytes={"host": 1288490189},
+        compile_cache="hit, cache.bin",
+        compiled={"target-0": {"seconds": 12.34}, "drafter-0": {"seconds": 3.0}},
     )
     assert train_rows(result) == {
         "run": "run",
@@ -140,7 +143,8 @@ def test_a_training_result_names_everything():
         "speed": "1,000 tokens/s over 3.2 s",
         "val/accept_len": "1.5",
         "best": "1.5 at step 10",
-        "peak memory, host": "1.0 GiB",
+        "peak memory, host": "1.0 GiB, 1.2 GiB predicted: 120 %",
+        "compiled": "target-0 12.3 s, drafter-0 3.0 s; cache: hit, cache.bin",
         "accounting": "documents read: 1,200",
         "waits, features": "send 1.2 s, receive 0.0 s",
     }
