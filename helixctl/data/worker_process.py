@@ -148,7 +148,10 @@ def _explain(error: Exception, processes: Sequence[Any], timeout_s: float, role:
         )
     reason = text.partition("\n")[0]
     if isinstance(error, (EOFError, OSError)):  # a worker that dies takes along a batch that waited to be fetched
-        wait_for_any([process.sentinel for process in processes], _LOOK_EVERY_S)  # the connection may break before
+        broken = wait_for_any([process.sentinel for process in processes], _LOOK_EVERY_S)  # connections break before
+        for process in processes:
+            if process.sentinel in broken:
+                process.join(_LOOK_EVERY_S)  # its exit code comes a moment after it has closed its files
         ended = [f"process {process.pid}, exit code {process.exitcode}" for process in processes if process.exitcode]
         if not ended or "Caught" in reason:  # the dataset's own error
             return error

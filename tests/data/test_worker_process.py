@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from helixctl.data.worker_process import watch
 from helixctl.errors import DataError
+
+
+class Worker:
+    """A process whose exit code can be read once somebody has waited for it."""
+
+    pid = 4711
+
+    def __init__(self, sentinel: int, exit_code: int | None) -> None:
+        self.sentinel = sentinel
+        self.exitcode: int | None = None
+        self._exit_code = exit_code
+
+    def join(self, timeout_s: float) -> None:
+        self.exitcode = self._exit_code
 
 
 class Loader:
@@ -23,7 +36,7 @@ class Loader:
             os.close(self._held)  # as the kernel does when a process ends
         self._error = error
         self._timeout = 1.0
-        self._workers = [SimpleNamespace(pid=4711, exitcode=exit_code, sentinel=sentinel)]
+        self._workers = [Worker(sentinel, exit_code)]
 
     def __iter__(self) -> Any:
         return self

@@ -69,8 +69,8 @@ def install_fault(text: str) -> None:
         return FAULTS[fault](partial(original, *arguments, **options), *arguments)
 
     setattr(owner, name, replaced)
-    build: Any = import_module("helixctl.training.build")
-    build.Limits = partial(build.Limits, join_timeout_s=JOIN_S)
+    wiring: Any = import_module("helixctl.training.wiring")
+    wiring.Limits = partial(wiring.Limits, join_timeout_s=JOIN_S)
 
 
 def _raise(error: BaseException) -> Callable[..., Any]:
