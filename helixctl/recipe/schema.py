@@ -53,7 +53,8 @@ class TargetOptions(Section):
     attention: Literal["auto", "segments", "flex", "dense"] = "auto"
     """How packed documents are kept apart: a call per document, compiled flex_attention, or one dense mask (slow)."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """Compile the target's layers with flex attention. auto: on a GPU, and where `compile.mode` is on; off: segments."""
+    """Compile the target's layers with flex attention. auto: on a GPU, and where `compile.mode` is on; off:
+    segments."""
     feature_cache_mib: NonNegativeInt = 0
     """Memory for features of documents already seen, per target loop: a set that fits needs one target pass. They are
     then computed one document at a time. 0 computes them anew for every row."""
@@ -90,7 +91,8 @@ class SourceOptions(Section):
     format: str = "chat"
     """chat, text or tokens: a plug-in in data/formats."""
     weight: PositiveFloat = 1.0
-    """How often its documents stand in an epoch: 1 is once each, 0.25 exactly a quarter, 2.5 two or three times each."""
+    """How often its documents stand in an epoch: 1 is once each, 0.25 exactly a quarter, 2.5 two or three times
+    each."""
     share: Fraction | None = None
     """Share of all training tokens that it has to make up; `prepare` fails when it is off by more than 0.01."""
     field: str | None = None
