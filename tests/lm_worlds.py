@@ -46,14 +46,14 @@ def make_lm_world(folder: Path) -> Path:
     return prepare_lm_world(write_lm_world(folder))
 
 
-def write_lm_world(folder: Path) -> Path:
-    """Tokenizer, texts, chats and a recipe in ``folder``; returns the recipe's path."""
+def write_lm_world(folder: Path, name: str = "recipe.yaml") -> Path:
+    """Tokenizer, texts, chats and a recipe called ``name`` in ``folder``; returns the recipe's path."""
     folder.mkdir(parents=True, exist_ok=True)
     templates.byte_tokenizer().save_pretrained(folder / "tokenizer")
     texts = [{"text": " ".join(f"{word} {i}" for word in ("one", "two", "three")[: 1 + i % 3])} for i in range(60)]
     write_jsonl(folder / "texts.jsonl", texts)
     write_jsonl(folder / "chats.jsonl", conversations(20))
-    recipe = folder / "recipe.yaml"
+    recipe = folder / name
     recipe.write_text(RECIPE, encoding="utf-8")
     return recipe
 

@@ -14,6 +14,7 @@ import pytest
 from tests.chats import conversations, save_target, write_jsonl
 from tests.cli.runner import Runner
 from tests.conftest import ROOT
+from tests.lm_worlds import write_lm_world
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 INIT = "helixctl init path/to/target data/train.jsonl -o recipe.yaml"
@@ -107,6 +108,8 @@ def test_commands_of_a_page_work_in_order(page: Path, lines_of, world: Path, run
     lines = [line for line in lines_of(page) if line.startswith("helixctl ")]
     if not lines:
         return
+    if any("lm.yaml" in line for line in lines):
+        write_lm_world(world, "lm.yaml")
     follow(run, lines if lines[0].startswith("helixctl init") else [INIT, *lines])
 
 

@@ -10,6 +10,7 @@ from helixctl.errors import RecipeError
 from helixctl.recipe.causal_lm import CausalLMRecipe, data_sections, stage_data
 from helixctl.recipe.load import dump_recipe, load_any_recipe, load_recipe
 
+ROOT = Path(__file__).resolve().parents[2]
 GOOD = """\
 kind: causal_lm
 run: {dir: runs/lm}
@@ -72,6 +73,12 @@ def test_dump_loads_back_equal(tmp_path: Path) -> None:
     recipe = load(tmp_path)
     (tmp_path / "other").mkdir()
     assert load(tmp_path / "other", dump_recipe(recipe)) == recipe
+
+
+def test_the_recipe_of_the_page_is_one(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "causal-lm.md").read_text(encoding="utf-8")
+    recipe = load(tmp_path, page.split("```yaml\n")[1].split("```")[0])
+    assert [data.train[0].format for data in data_sections(recipe)] == ["text", "chat"]
 
 
 def test_defaults_suit_language_models(tmp_path: Path) -> None:
