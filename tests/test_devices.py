@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from helixctl.checkpoint.store import load_checkpoint
+from helixctl.cli.render import render_plan
 from helixctl.devices import make_spans
 from helixctl.errors import RecipeError
 from helixctl.machine import Gpu, Machine, World
@@ -53,6 +54,12 @@ def test_weights_are_counted_where_their_layers_stand(tmp_path: Path) -> None:
     assert plans[0].span_of("cuda:1") == ("cuda:0", "cuda:1") and plans[0].span_of("cuda:2") == ("cuda:2",)
     features = {line.device for line in plans[0].memory if line.name == "features in flight"}
     assert features == {"cuda:1"}
+
+
+def test_a_plan_shows_all_devices_of_a_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = "pipeline.targets=[{devices: [cpu, cpu]}, {devices: [cpu, cpu]}]"
+    render_plan(make_world_plan(make_world(tmp_path), where))
+    assert "2 x cpu and cpu" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

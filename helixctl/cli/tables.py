@@ -31,7 +31,7 @@ def plan_sections(plan: Plan) -> Iterator[tuple[str, dict[str, str]]]:
             "shape": f"{target.model_type}, {target.num_layers} layers of {target.hidden_size}, "
             f"vocabulary {target.vocab_size:,}",
             "dtype": plan.target_dtype,
-            "devices": devices_of(plan.target_devices),
+            "devices": devices_of(tuple(" and ".join(span) for span in plan.target_spans)),
         },
     )
     yield (
