@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from helixctl.errors import Problem, RecipeError
 from helixctl.machine import Machine, World
-from helixctl.memory import CUDA_LINE, MemoryLine, memory_problems, memory_warnings
-from helixctl.models.facts import TargetFacts, read_model_facts, target_parameters
+from helixctl.memory import CUDA_LINE, PROCESS_BYTES, MemoryLine, memory_problems, memory_warnings
+from helixctl.models.facts import DTYPE_BYTES, TargetFacts, read_model_facts, target_parameters
 from helixctl.plan import DtypeName, Plan, check_pass_rows, make_plan, stage_threads
 from helixctl.recipe.causal_lm import CausalLMRecipe, StageOptions, stage_data
 from helixctl.recipe.load import AnyRecipe
@@ -31,6 +31,8 @@ _TRAINED_BYTES_PER_PARAMETER = 16
 _HEAD_CHUNK_ROWS = 4096
 """As in models/drafters/_head.py."""
 _CUDA_CONTEXT_BYTES = 1 << 30
+_SHORT = 256
+"""As in models/attention.py: longer documents keep no weights of their scores."""
 _FEWER_ROWS = "lower train.micro_batch_rows, and raise train.grad_accum_steps for the same step"
 _SMALLER_MODEL = "use a smaller model"
 
@@ -148,7 +150,7 @@ def make_lm_plan(recipe: CausalLMRecipe, machine: Machine) -> CausalLMPlan:
     counts = _count(recipe)
     stages = _plan_stages(recipe, counts, rows_per_step)
     _refuse([*_check_stages(recipe, model, stages, counts)])
-    memory = _estimate_memory(recipe, model, devices)
+    memory = _estimate_memory(recipe, model, devices, _compute_dtype(recipe, devices, machine))
     known = [*{c.fingerprint: c for c in counts if c is not None}.values()]  # stages may share a store
     steps = [stage.num_steps for stage in stages]
     slots = recipe.pipeline.slots
@@ -305,24 +307,40 @@ def _flops_per_token(model: TargetFacts, seq_len: int) -> float | None:
     return 6.0 * (target_parameters(model) - table) + attention
 
 
-def _estimate_memory(recipe: CausalLMRecipe, model: TargetFacts, devices: tuple[str, ...]) -> tuple[MemoryLine, ...]:
-    tokens = recipe.train.micro_batch_rows * recipe.data.seq_len
-    intermediate = model.intermediate_size or 4 * model.hidden_size
-    # Kept for the backward, per layer and token, in bytes: about 8 x H in the compute type and 3 x H in float32, and
-    # the MLP's three products.
-    layer = 28 * model.hidden_size + 6 * intermediate + 4 * model.num_heads * model.head_dim
-    head = 6 * min(tokens, _HEAD_CHUNK_ROWS) * model.vocab_size + 6 * model.vocab_size * model.hidden_size
-    lines = []
+def _estimate_memory(
+    recipe: CausalLMRecipe, model: TargetFacts, devices: tuple[str, ...], dtype: DtypeName
+) -> tuple[MemoryLine, ...]:
+    train, size, lines = recipe.train, DTYPE_BYTES[dtype], []
+    rows = train.micro_batch_rows if train.pass_rows == "auto" else train.pass_rows
+    tokens = rows * recipe.data.seq_len
+    chunk = min(tokens, _HEAD_CHUNK_ROWS) * model.vocab_size
+    head = chunk * (size + 4) + model.vocab_size * model.hidden_size * (size + 4)  # logits, scores; gradient, copy
+    masters = _TRAINED_BYTES_PER_PARAMETER * _parameters(model)
+    copies = _parameters(model) * size if size < 4 else 0  # autocast keeps the cast weights until the backward
     for device in dict.fromkeys(devices):
-        loops = devices.count(device)
-        weights = _TRAINED_BYTES_PER_PARAMETER * _parameters(model)
-        lines.append(MemoryLine(device, "weights, gradients, Adam", loops * weights, "model.config", _SMALLER_MODEL))
-        kept = loops * tokens * layer * model.num_layers
+        loops, on_cpu = devices.count(device), device == "cpu"
+        kept = loops * tokens * model.num_layers * _kept_per_token(recipe, model, size, on_cpu=on_cpu)
+        weights = loops * (masters + copies)
+        lines.append(MemoryLine(device, "weights, gradients, Adam", weights, "model.config", _SMALLER_MODEL))
         lines.append(MemoryLine(device, "activations", kept, "train.micro_batch_rows", _FEWER_ROWS))
         lines.append(MemoryLine(device, "head, in chunks", loops * head))
-        if device != "cpu":
-            lines.append(MemoryLine(device, CUDA_LINE, _CUDA_CONTEXT_BYTES))
+        lines.append(
+            MemoryLine(device, "the process itself", PROCESS_BYTES)
+            if on_cpu
+            else MemoryLine(device, CUDA_LINE, _CUDA_CONTEXT_BYTES)
+        )
     return tuple(lines)
+
+
+def _kept_per_token(recipe: CausalLMRecipe, model: TargetFacts, size: int, *, on_cpu: bool) -> int:
+    """Bytes that one layer keeps for the backward: what autograd saves of Llama's layers, H and I wide, A in attention.
+
+    Two norms in float32, the inputs of the products, queries to outputs, the MLP; on a CPU the weights of the scores.
+    """
+    hidden, heads = model.hidden_size, model.num_heads * model.head_dim
+    intermediate = model.intermediate_size or 4 * hidden
+    scores = 2 * size * model.num_heads * min(recipe.data.seq_len, _SHORT) if on_cpu else 0
+    return 24 * hidden + size * (2 * hidden + 9 * heads + 4 * intermediate) + scores
 
 
 def _warnings(recipe: CausalLMRecipe, model: TargetFacts, counts: list[WindowCounts | None]) -> Iterator[str]:

@@ -19,7 +19,7 @@ CUDA_LINE = "CUDA context and workspace"
 """The line that torch's own count of allocated bytes does not hold."""
 _CUDA_CONTEXT_BYTES = 1 << 30
 """Driver context, libraries' workspaces and the allocator's slack."""
-_PROCESS_BYTES = 400 << 20
+PROCESS_BYTES = 400 << 20
 """Python, torch, transformers and what their kernels keep on a CPU, measured after runs of tiny and small targets."""
 _CPU_CHUNK_ROWS = 512
 """Slots whose logits validation computes at once on a CPU."""
@@ -176,7 +176,7 @@ def _on_device(load: Load, device: str) -> Iterator[MemoryLine]:
         yield from _drafter_lines(load, device)
     if device == "cpu":
         yield MemoryLine(device, "validation and live decoding", _between_steps(load))
-        yield MemoryLine(device, "the process itself", _PROCESS_BYTES)
+        yield MemoryLine(device, "the process itself", PROCESS_BYTES)
     else:
         yield MemoryLine(device, CUDA_LINE, _CUDA_CONTEXT_BYTES)
 

@@ -20,10 +20,11 @@ from helixctl.doctor.environment_host import Host, existing_parent
 from helixctl.doctor.environment_nvml import NvmlProblem
 from helixctl.doctor.probe import Outcome, Probe, Verdict, fail, ok, run_probes, skip, warn
 from helixctl.errors import HelixError, RecipeError
+from helixctl.lm_plan import AnyPlan, CausalLMPlan, make_any_plan
 from helixctl.machine import Machine
 from helixctl.memory import device_bytes, memory_warnings
-from helixctl.plan import Plan, make_plan
-from helixctl.recipe.load import load_recipe, locate
+from helixctl.plan import Plan
+from helixctl.recipe.load import load_any_recipe, locate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,7 +74,21 @@ def check_recipe(path: Path, overrides: Sequence[str], machine: Machine, host: H
     except HelixError as error:
         yield _plan_outcome(fail(error.message, error.fix))
         return
+    if isinstance(plan, CausalLMPlan):
+        yield from _check_causal_lm(plan)
+        return
     yield from run_probes(RECIPE, RecipeCase(plan, machine, host))
+
+
+def _check_causal_lm(plan: CausalLMPlan) -> Iterator[Outcome]:
+    """What the plan finds; the checks of targets and drafters do not apply."""
+    for problem in plan.lacks:
+        yield _plan_outcome(fail(problem.message, problem.fix))
+    for warning in plan.warnings:
+        what, _, remedy = warning.partition(": ")
+        yield _plan_outcome(warn(what, remedy or "change the recipe, or leave it if that is what you want"))
+    if not (plan.lacks or plan.warnings):
+        yield _plan_outcome(ok(f"{plan.total_steps} steps of {plan.rows_per_step} rows"))
 
 
 def check_plan(case: RecipeCase) -> Iterator[Verdict]:
@@ -180,9 +195,9 @@ def check_determinism(case: RecipeCase) -> Verdict:
     return ok("runs repeat bit for bit")
 
 
-def _make_plan(path: Path, overrides: Sequence[str], machine: Machine) -> Plan:
+def _make_plan(path: Path, overrides: Sequence[str], machine: Machine) -> AnyPlan:
     try:
-        return make_plan(load_recipe(path, overrides), machine)
+        return make_any_plan(load_any_recipe(path, overrides), machine)
     except RecipeError as error:
         raise locate(error, path, overrides) from None
 

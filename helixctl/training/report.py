@@ -21,8 +21,10 @@ FILE = "report.html"
 _CURVES: dict[str, tuple[str, ...]] = {
     "Loss": (names.TRAIN_LOSS, names.VAL_LOSS),
     "Acceptance length": (names.TRAIN_ACCEPT_LEN, names.VAL_ACCEPT_LEN, names.LIVE_ACCEPT_LEN),
-    "Accuracy": (names.TRAIN_ACCURACY,),
+    "Perplexity": (names.VAL_PERPLEXITY,),
+    "Accuracy": (names.TRAIN_ACCURACY, names.VAL_ACCURACY),
     "Throughput, tokens per second": (names.PERF_TOKENS_PER_S,),
+    "Share of what the GPUs could compute": (names.PERF_MFU,),
     "Learning rate": (names.TRAIN_LEARNING_RATE,),
     "Gradient norm": (names.TRAIN_GRAD_NORM,),
     "Peak memory of the drafter's device, bytes": (names.MEMORY_PEAK_BYTES,),

@@ -19,6 +19,7 @@ from helixctl.machine import Gpu, Machine
 from tests.chats import make_chat_world, prepare_world, save_target
 from tests.data import templates
 from tests.doctor.fake_nvml import HEALTHY, FakeNvml
+from tests.lm_worlds import make_lm_world
 from tests.training.worlds import MACHINE, make_world_plan
 
 Check = Callable[..., dict[str, list[Outcome]]]
@@ -47,6 +48,15 @@ def test_a_sound_recipe_has_nothing_to_mend(world: Path) -> None:
     assert {outcome.state for outcomes in found.values() for outcome in outcomes} == {"ok", "skip"}
     assert [id for id, outcomes in found.items() if states(outcomes) == ["skip"]] == ["REC012"]
     assert set(found) == {probe.id for probe in recipe_check.RECIPE}
+
+
+def test_a_causal_lm_is_planned(tmp_path: Path) -> None:
+    recipe = make_lm_world(tmp_path)
+    (outcome,) = check(recipe)["REC001"]
+    assert outcome.state == "ok" and "8 steps" in outcome.message
+    (outcome,) = check(recipe, f"data.store={tmp_path / 'none'}")["REC001"]
+    assert outcome.state == "warn" and "helixctl prepare" in str(outcome.remedy)
+    assert states(check(recipe, "train.micro_batch_rows=10000000")["REC001"])[0] == "fail"
 
 
 def test_every_mistake_of_the_recipe_is_a_finding_with_its_place(world: Path) -> None:
