@@ -48,6 +48,7 @@ def build_causal_lm(options: ModelOptions, seed: int) -> Any:
         config = _read_config(options)
         ours = _takes_our_attention(config, options)
         how = {"attn_implementation": attention.IMPLEMENTATION if ours else "sdpa", "dtype": torch.float32}
+        how["trust_remote_code"] = options.trust_remote_code
         if options.checkpoint is not None:
             how |= {"trust_remote_code": options.trust_remote_code, "use_safetensors": True}  # no pickles
             model = transformers.AutoModelForCausalLM.from_pretrained(options.checkpoint, config=config, **how)

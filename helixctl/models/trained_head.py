@@ -52,7 +52,7 @@ class _TrainedHeadLoss(torch.autograd.Function):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
         head = _head.Head(weight.to(dtype), bias, softcap)
         size = _head.CPU_CHUNK_ROWS if device == "cpu" else _head.GPU_CHUNK_ROWS
-        loss_of = _head._softmax_for(device)
+        loss_of = _head.chunk_loss_for(device)
         numerator, correct = hidden.new_zeros((), dtype=torch.float32), []
         grads = _Gradients(hidden, weight, bias) if with_grad else None
         with torch.autocast(device, enabled=False):

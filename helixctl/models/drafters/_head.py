@@ -104,7 +104,7 @@ class _HeadLoss(torch.autograd.Function):
         hidden, head, labels, weights, with_grad = inputs
         device = hidden.device.type
         chunk_rows = CPU_CHUNK_ROWS if device == "cpu" else GPU_CHUNK_ROWS
-        chunk_loss = _softmax_for(device)
+        chunk_loss = chunk_loss_for(device)
         numerator, correct, grads = hidden.new_zeros((), dtype=torch.float32), [], []
         with torch.autocast(device, enabled=False):
             for i in range(0, hidden.shape[0], chunk_rows):
@@ -174,7 +174,8 @@ def _softmax_by_rows(
     return loss, torch.cat(correct), logits
 
 
-def _softmax_for(device: str) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+def chunk_loss_for(device: str) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """The fastest way to turn a chunk of logits into loss, correctness and gradient; see ``_softmax``."""
     if torch.compiler.is_dynamo_compiling():
         return _softmax
     return _softmax_by_rows if device == "cpu" else compiled_here(_softmax)
