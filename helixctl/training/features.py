@@ -21,6 +21,8 @@ def leave_out_bad(slot: SlotBatch) -> None:
     ``slot.bad`` [R, S] says which tokens are theirs. What a target writes at padding means nothing, but products run
     over it too, and 0 x NaN is NaN in their gradients: there it becomes zero.
     """
+    if not _features(slot):
+        return  # a causal LM has none
     ids = slot.document_ids.clamp_min(0).long()  # [R, S]
     real = slot.document_ids >= 0
     bad = torch.zeros_like(real)
