@@ -28,7 +28,7 @@ from helixctl.machine import read_machine
 from helixctl.plan import Plan, make_plan
 from helixctl.recipe.load import load_recipe
 from helixctl.training.build import Targets, build_drafter, make_loader, make_slot_for
-from helixctl.training.drafter import Drafter, autocast
+from helixctl.training.loop import Drafter, autocast
 from helixctl.training.optim import gradients, make_optimizer, take_step
 from helixctl.training.process import set_up_process
 from helixctl.training.run import run_training

@@ -27,7 +27,7 @@ from helixctl.models.features import FixedFeatures
 from helixctl.plan import Plan, make_plan
 from helixctl.recipe.load import load_recipe
 from helixctl.training.build import Targets, build_drafter, build_pipeline, make_loader, make_slot_for
-from helixctl.training.drafter import Drafter, autocast
+from helixctl.training.loop import Drafter, autocast
 from helixctl.training.optim import StepOutcome, gradients, make_optimizer, take_step
 from helixctl.training.passes import TrainPass
 from helixctl.training.process import set_up_process

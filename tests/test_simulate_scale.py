@@ -116,11 +116,11 @@ def test_the_real_pipeline_is_as_fast_as_the_simulation_says(
     targets: int, drafters: int, accumulate: int, slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stages last as long as a GPU would compute, without a core: two are enough for all of them."""
-    from helixctl.training.drafter import DrafterStage
+    from helixctl.training.loop import TrainerStage
 
     recipe, target_s, drafter_s, steps = make_world(tmp_path, train=(20,) * 12), 0.060, 0.040, 24
     lasting(monkeypatch, Target, "features", target_s)
-    lasting(monkeypatch, DrafterStage, "_accumulate", drafter_s)
+    lasting(monkeypatch, TrainerStage, "_accumulate", drafter_s)
     given = {"targets": targets, "drafters": drafters}
     where = [f"pipeline.{name}=[{', '.join(['cpu'] * number)}]" for name, number in given.items()]
     more = ["data.packing=false", "validation.every_steps=0", "checkpoint.every_steps=1000", "pipeline.threads=1"]

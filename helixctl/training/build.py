@@ -29,9 +29,9 @@ from helixctl.models.shared import SharedWeights
 from helixctl.models.target import Target
 from helixctl.plan import Plan
 from helixctl.plugins import DRAFTERS, load_plugin
-from helixctl.training.drafter import DrafterStage, Observer
 from helixctl.training.feature_cache import CachedFeatures, FeatureSource, WithLastHidden
 from helixctl.training.learner import DrafterLearner, Learner
+from helixctl.training.loop import Observer, TrainerStage
 from helixctl.training.processes import Processes
 from helixctl.training.published import load_into, open_for
 from helixctl.training.stages import PostStage, ReaderStage, TargetEnds, TargetStage, make_slot
@@ -125,7 +125,7 @@ def build_pipeline(
     wires = _make_wires(plan, state.step, control.processes)
     restore = restorer(observer, control.processes, resumed=state.step > 0)
     drafters = [
-        DrafterStage(
+        TrainerStage(
             wires.lane(lane, control, restore),
             plan,
             _builder(plan, targets, lane),

@@ -32,7 +32,7 @@ _NO_MATTER = ("_DIR", "_THREADS", "_DEBUG", "_PATH")
 _SOURCES = (
     "models",
     "training/build.py",
-    "training/drafter.py",
+    "training/loop.py",
     "training/learner.py",
     "training/lm_build.py",
     "training/stages.py",

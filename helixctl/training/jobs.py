@@ -11,9 +11,9 @@ from helixctl.models.tokenizer import load_tokenizer
 from helixctl.plan import Plan
 from helixctl.recipe.causal_lm import data_sections
 from helixctl.training.build import Targets, build_pipeline
-from helixctl.training.drafter import Observer
 from helixctl.training.live import LiveDecoder, decode_options, held_out_prompts
 from helixctl.training.lm_build import build_lm_pipeline
+from helixctl.training.loop import Observer
 from helixctl.training.published import open_for
 from helixctl.training.recorder import Live
 from helixctl.training.samples import Sampler

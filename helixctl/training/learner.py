@@ -40,7 +40,7 @@ class DrafterLearner:
 
     def __init__(self, plan: Plan, module: nn.Module, shared: SharedWeights) -> None:
         self._plan = plan
-        self._drafter: Any = module  # see Drafter in drafter.py
+        self._drafter: Any = module  # see Drafter in loop.py
         self._shared = shared
 
     @property

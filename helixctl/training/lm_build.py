@@ -25,7 +25,7 @@ from helixctl.lm_plan import CausalLMPlan
 from helixctl.models.causal_lm import CausalLM, build_causal_lm, check_packing
 from helixctl.models.drafters._terms import LossTerms
 from helixctl.recipe.causal_lm import stage_data
-from helixctl.training.drafter import DrafterStage, Observer
+from helixctl.training.loop import Observer, TrainerStage
 from helixctl.training.stages import ReaderStage, Work, fill_slot, make_slot
 from helixctl.training.state import TrainState
 from helixctl.training.warmup import compiles, run_passes
@@ -96,7 +96,7 @@ def build_lm_pipeline(plan: CausalLMPlan, state: TrainState, observer: Observer 
     wires = make_wires(plan, state.step, control.processes, partial(make_lm_slot, plan))
     restore = restorer(observer, control.processes, resumed=state.step > 0)
     trainers = [
-        DrafterStage(
+        TrainerStage(
             wires.lane(lane, control, restore),
             plan,
             partial(_build_learner, plan, torch.device(device)),

@@ -20,10 +20,10 @@ from helixctl.lm_plan import CausalLMPlan
 from helixctl.models.attention import IMPLEMENTATION
 from helixctl.models.causal_lm import CausalLM
 from helixctl.recipe.causal_lm import stage_data
-from helixctl.training.drafter import autocast
 from helixctl.training.evaluate import lm_validation_metrics
 from helixctl.training.jobs import LMJob
 from helixctl.training.lm_build import build_lm, make_lm_slot
+from helixctl.training.loop import autocast
 from helixctl.training.process import set_up_process
 from helixctl.training.results import Proof
 from helixctl.training.run_dir import choose_checkpoint

@@ -31,9 +31,9 @@ from helixctl.training.conversations import (
     play,
     read_conversations,
 )
-from helixctl.training.drafter import Drafter, autocast
 from helixctl.training.evaluate import validation_metrics
 from helixctl.training.live import ShuffledFeatures, decode_options, held_out_prompts, make_policy
+from helixctl.training.loop import Drafter, autocast
 from helixctl.training.process import set_up_process
 from helixctl.training.proofs import MAX_TOKENS, prove
 from helixctl.training.restore import Trained, load_trained

@@ -25,7 +25,7 @@ from helixctl.engine.streams import Handoff
 from helixctl.engine.supervisor import Limits, Progress, Supervisor
 from helixctl.lm_plan import AnyPlan
 from helixctl.training.compiling import CompileLog
-from helixctl.training.drafter import DrafterStage, Lane, Observer, Restore
+from helixctl.training.loop import Lane, Observer, Restore, TrainerStage
 from helixctl.training.optim import make_moments, optimizer_tensors
 from helixctl.training.processes import OneProcess, Processes, ProcessGroup
 from helixctl.training.reduce import ProcessDrafters, Reducer, SingleDrafter
@@ -111,7 +111,7 @@ class Pipeline:
 
     supervisor: Supervisor
     wires: Wires
-    drafters: tuple[DrafterStage, ...]
+    drafters: tuple[TrainerStage, ...]
     links: tuple[Link, ...]
     """The channels with the stages at their ends, upstream first."""
 

@@ -32,7 +32,9 @@ def inputs(with_bias=False):
 def reference(hidden, weight, bias, softcap, labels, weights):
     """Full logits, float64: loss, right, and the gradients."""
     leaves = [None if x is None else x.detach().double().requires_grad_() for x in (hidden, weight, bias)]
-    logits = F.linear(leaves[0], leaves[1], leaves[2])
+    states, head, offset = leaves
+    assert states is not None and head is not None
+    logits = F.linear(states, head, offset)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     loss = (F.cross_entropy(logits, labels, reduction="none") * weights.double()).sum()

@@ -41,8 +41,8 @@ PLACES = {
     "reader": Place("helixctl.data.loader", "BatchLoader.batch", 10),
     "target": Place("helixctl.models.target", "Target.features", 10),
     "postprocess": Place("helixctl.training.stages", "fill_slot", 10),
-    "drafter": Place("helixctl.training.drafter", "DrafterStage._accumulate", 6),
-    "validation": Place("helixctl.training.drafter", "DrafterStage._evaluate", 3),
+    "drafter": Place("helixctl.training.loop", "TrainerStage._accumulate", 6),
+    "validation": Place("helixctl.training.loop", "TrainerStage._evaluate", 3),
     "checkpoint writer": Place("helixctl.checkpoint.store", "save_file", 4),  # two files each
     "metric sink": Place("helixctl.metrics.sinks.jsonl", "JsonlSink.write", 5),
 }

@@ -1,4 +1,6 @@
-"""The drafter stage: takes filled slots in order, accumulates gradients, steps, validates at step boundaries.
+"""The training loop: takes filled slots in order, accumulates gradients, steps, validates at step boundaries.
+
+The same for drafters and causal LMs: what it trains is a ``Learner``.
 
 What it never does: read data, run the target, write files (``recorder.py`` does, for lane 0).
 """
@@ -101,8 +103,8 @@ class Lane:
     """Told what the warm-up compiles."""
 
 
-class DrafterStage:
-    """The optimizer loop of one drafter."""
+class TrainerStage:
+    """The optimizer loop on one device."""
 
     def __init__(
         self,
