@@ -47,8 +47,9 @@ def build_causal_lm(options: ModelOptions, seed: int) -> Any:
     try:
         config = _read_config(options)
         ours = _takes_our_attention(config, options)
-        how = {"attn_implementation": attention.IMPLEMENTATION if ours else "sdpa", "dtype": torch.float32}
-        how["trust_remote_code"] = options.trust_remote_code
+        how = {"dtype": torch.float32, "trust_remote_code": options.trust_remote_code}
+        if ours:
+            how["attn_implementation"] = attention.IMPLEMENTATION
         if options.checkpoint is not None:
             how |= {"trust_remote_code": options.trust_remote_code, "use_safetensors": True}  # no pickles
             model = transformers.AutoModelForCausalLM.from_pretrained(options.checkpoint, config=config, **how)
@@ -98,7 +99,7 @@ class CausalLM:
     """What a step launches depends on its documents."""
 
     def __init__(self, model: Any, facts: TargetFacts, options: ModelOptions, *, compiled: bool) -> None:
-        """``compiled``: the decoder layers are, one graph for all of a kind.
+        """``compiled``: the decoder layers are, one graph for all of a kind, where they have our attention.
 
         Raises:
             ModelError: the decoder is not laid out as we know it.
@@ -108,6 +109,7 @@ class CausalLM:
         self.device: torch.device = model.get_input_embeddings().weight.device
         self.masks_documents = model.config._attn_implementation == attention.IMPLEMENTATION
         """Off: the attention is the library's, and a row may hold one document only."""
+        compiled = compiled and self.masks_documents
         self._decoder: Any = model.base_model
         self._head: Any = model.get_output_embeddings()
         self._backend = choose_backend(options, self.device, compiled=compiled)

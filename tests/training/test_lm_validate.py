@@ -64,6 +64,23 @@ def test_an_export_is_an_ordinary_folder_with_the_trained_weights(recipe: Path, 
     assert again.dir == result.dir, "an export may replace an export"
 
 
+MAMBA2 = (
+    "{model_type: mamba2, vocab_size: 320, hidden_size: 32, num_hidden_layers: 2, num_heads: 4, "
+    "num_attention_heads: 4, head_dim: 16, state_size: 16, n_groups: 1, expand: 2, conv_kernel: 4, chunk_size: 16}"
+)
+GPT2 = "{model_type: gpt2, vocab_size: 320, n_embd: 32, n_layer: 2, n_head: 4, n_positions: 128}"
+
+
+@pytest.mark.parametrize(("config", "packing"), [(GPT2, "continuous"), (MAMBA2, "document")])
+def test_other_architectures_train_and_export(config: str, packing: str, recipe: Path, tmp_path: Path) -> None:
+    """Learned positions and dropout in the configuration; a state along the row, which needs a document per row."""
+    overrides = [f"model.config={config}", f"data.packing={packing}", f"run.dir={tmp_path / 'run'}"]
+    plan = make_lm_world_plan(recipe, *overrides, "stages.0.steps=2", "stages.1.steps=1")
+    assert run_training(plan).finished
+    assert all(proof.passed for proof in run_lm_validation(plan).proofs)
+    assert run_lm_export(plan).max_logit_diff < 1e-4
+
+
 def test_an_export_replaces_nothing_else(recipe: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(CheckpointError, match="not an export"):
