@@ -16,7 +16,7 @@ N, V, H = 37, 50, 16
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     monkeypatch.setattr(_head, "CPU_CHUNK_ROWS", 10)
-    monkeypatch.setattr(_head, "CPU_SOFTMAX_ROWS", 4)
+    monkeypatch.setattr(_head, "CPU_SOFTMAX_SCORES", 4 * V)
 
 
 def inputs(with_bias=False):

@@ -266,8 +266,9 @@ def _distance(q: Tensor, goal: Tensor, part: _Part, by_scores: list[Tensor]) -> 
 def _compare_by_rows(own: Tensor, other: Tensor | None, part: _Part) -> tuple[Tensor, ...]:
     """``_compare`` a few rows at a time, so that float32 scores stay in a CPU's cache; overwrites ``own``."""
     judged = []
-    for i in range(0, own.shape[0], _head.CPU_SOFTMAX_ROWS):
-        rows = slice(i, i + _head.CPU_SOFTMAX_ROWS)
+    num_rows = _head.softmax_rows(own.shape[1])
+    for i in range(0, own.shape[0], num_rows):
+        rows = slice(i, i + num_rows)
         few = _Part(part.head, part.labels[rows], part.weights[rows], part.mix, part.with_grad)
         *values, grad = _compare(own[rows], None if other is None else other[rows], few)
         judged.append(values)

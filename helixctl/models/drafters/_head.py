@@ -23,8 +23,8 @@ GPU_CHUNK_ROWS = 4096
 """Slots per product with the head on a GPU: enough for full speed, little memory beside the layers."""
 CPU_CHUNK_ROWS = 512
 """The same on a CPU."""
-CPU_SOFTMAX_ROWS = 16
-"""Slots whose float32 softmax is computed together on a CPU: 16 rows of 49,152 classes stay in its cache."""
+CPU_SOFTMAX_SCORES = 16 * 49_152
+"""float32 scores whose softmax is computed together on a CPU: so many stay in its cache."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,11 @@ class Head:
     bias: Tensor | None  # [C]
     softcap: float | None
     correction: Tensor | None = None  # [C] float32, added to the logits inside the softmax only
+
+
+def softmax_rows(num_classes: int) -> int:
+    """Slots whose float32 softmax is computed together on a CPU."""
+    return max(1, CPU_SOFTMAX_SCORES // num_classes)
 
 
 def make_head(shared: SharedWeights) -> Head:
@@ -164,8 +169,9 @@ def _softmax_by_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``_softmax`` a few rows at a time, so that float32 scores stay in the cache; overwrites ``logits``."""
     loss, correct = weights.new_zeros(()), []
-    for i in range(0, logits.shape[0], CPU_SOFTMAX_ROWS):
-        part = slice(i, i + CPU_SOFTMAX_ROWS)
+    rows = softmax_rows(logits.shape[1])
+    for i in range(0, logits.shape[0], rows):
+        part = slice(i, i + rows)
         part_loss, right, grad = _softmax(logits[part], head, labels[part], weights[part], with_grad)
         loss = loss + part_loss
         correct.append(right)

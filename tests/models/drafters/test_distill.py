@@ -24,7 +24,7 @@ MIXES = {
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     monkeypatch.setattr(_head, "CPU_CHUNK_ROWS", 10)
-    monkeypatch.setattr(_head, "CPU_SOFTMAX_ROWS", 4)
+    monkeypatch.setattr(_head, "CPU_SOFTMAX_SCORES", 4 * C)
 
 
 class Case:

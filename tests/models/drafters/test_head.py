@@ -15,7 +15,7 @@ N, C, H = 37, 50, 16
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     monkeypatch.setattr(_head, "CPU_CHUNK_ROWS", 10)
-    monkeypatch.setattr(_head, "CPU_SOFTMAX_ROWS", 4)
+    monkeypatch.setattr(_head, "CPU_SOFTMAX_SCORES", 4 * C)
 
 
 def inputs(softcap=None, with_bias=False):
