@@ -147,12 +147,10 @@ class _Rows:
         """The step as a CUDA graph; None, with a warning, where the model does what no graph can hold."""
         self._step()  # makes the cache's buffers
         self._place.zero_()
-        stream = torch.cuda.current_stream(self._target.device)
         try:
             return GraphPool(self._target.device).capture(self._step)
         except RuntimeError as error:
             _log.warning("the decoding step cannot be captured, decoding is slower: %s", str(error).splitlines()[0])
-            torch.cuda.set_stream(stream)  # a capture that fails leaves its own stream current
             return None
         finally:
             self._place.zero_()

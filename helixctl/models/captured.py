@@ -17,6 +17,9 @@ T = TypeVar("T")
 WARM_UPS = 2
 """Calls before a capture: the first compiles, the second allocates what libraries need on the capture's stream."""
 
+_ABANDONED: list[torch.cuda.CUDAGraph] = []
+"""Of captures that failed. torch's allocator of pinned memory goes on asking them, and does not keep them alive."""
+
 
 class Captured(Generic[T]):
     """One captured call; its outputs are overwritten by every ``replay``."""
@@ -45,6 +48,8 @@ class GraphPool:
     def capture(self, function: Callable[[], T]) -> Captured[T]:
         """Call ``function`` a few times, then capture it; leaves nothing running on the device.
 
+        After an error the process goes on as if nothing had been captured, but this pool takes no further captures.
+
         Raises:
             RuntimeError: it does something that no graph can hold, such as waiting for the device.
         """
@@ -54,13 +59,36 @@ class GraphPool:
                 function()
         self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with (
-            torch.cuda.device(self._device),
-            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
-        ):
-            outputs = function()
+        capturing = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+        cause: BaseException | None = None
+        try:
+            # The stream is entered here too: torch does not leave it where the end of the capture fails.
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream), capturing:
+                try:
+                    outputs = function()
+                except BaseException as error:
+                    cause = error
+                    raise
+        except BaseException as error:
+            self._abandon(graph)
+            raise cause or error from None  # the end complains too, and only of what was wrong before
         torch.cuda.synchronize(self._device)
         return Captured(graph, outputs)
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Undo what torch leaves of a failed capture.
+
+        torch 2.11 does not tell its allocator that the capture is over (https://github.com/pytorch/pytorch/pull/180395);
+        memory that was used on several streams would then never be free again.
+        """
+        index = self._device.index or 0
+        try:
+            torch._C._cuda_endAllocateToPool(index, self._pool)
+        except RuntimeError:  # it knows
+            graph.reset()
+            return
+        torch._C._cuda_releasePool(index, self._pool)
+        _ABANDONED.append(graph)
 
 
 class CapturedForward:
