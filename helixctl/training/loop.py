@@ -198,6 +198,7 @@ class TrainerStage:
         for gradient in gradients(self._optimizer):
             gradient.zero_()
         self._sums, self._documents, self._left_out = {}, [], []
+        self._trained_tokens = 0
 
     def rehearse(self, slots: Listed[SlotBatch]) -> None:
         """One step on filled slots, outside of a run, to see what it costs; after ``setup``."""

@@ -144,7 +144,8 @@ class DFlashDraftModel(nn.Module):
     @property
     def capturable(self) -> bool:
         """Whether ``loss`` queues the same work for every micro-batch, so that a CUDA graph can hold it."""
-        return self.options.loss.sampled_classes is None  # the classes are drawn on the host
+        # Sampled classes are drawn on the host, and groups of anchors are made there.
+        return self.options.loss.sampled_classes is None and self.options.attention != "groups"
 
     def loss(self, slot: SlotBatch, shared: SharedWeights) -> LossTerms:
         """Loss and additive metrics of a training micro-batch; the caller divides over the whole step."""

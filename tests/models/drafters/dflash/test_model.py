@@ -197,6 +197,19 @@ def test_sampled_classes_repeat_per_micro_batch_and_validation_uses_all():
     torch.testing.assert_close(sampled.evaluate(slot, shared), make_model().evaluate(slot, shared))
 
 
+@pytest.mark.parametrize(
+    ("options", "capturable"),
+    [
+        ({}, True),
+        ({"attention": "dense"}, True),
+        ({"attention": "groups"}, False),
+        ({"loss": {"sampled_classes": 4}}, False),
+    ],
+)
+def test_what_asks_the_host_is_not_captured(options, capturable):
+    assert make_model(**options).capturable == capturable
+
+
 def test_one_document_is_learned_by_heart():
     slot, shared = make_slot([[24]], 24, [[2, 6, 9, 13, 15, 18]]), make_shared()
     model = make_model(loss={"decay_gamma": None})
