@@ -18,9 +18,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from helixctl.data.sequence import Sequence, Share
+from helixctl.data.sequence import Sequence
 from helixctl.data.store import Store
 from helixctl.engine.interrupt import InterruptFlag
+from helixctl.engine.stats import PipelineStats
 from helixctl.engine.supervisor import Progress
 from helixctl.machine import read_machine
 from helixctl.models.features import FixedFeatures
@@ -192,21 +193,32 @@ def pipeline(plan: Plan, store: Store, targets: Targets) -> dict[str, Any]:
     control = Control(InterruptFlag(), Progress())
     built = build_pipeline(plan, store, TrainState(), clock, control, targets)
     built.supervisor.run()
-    share = Share(len(plan.drafter_devices), 1, 0)
-    loader = make_loader(plan, store, Sequence(plan.batches_per_step, steps))
-    first, last = WARM_UP * plan.batches_per_step, steps * plan.batches_per_step
-    tokens = sum(loader.batch(share.seq_at(place)).num_tokens for place in range(first, last))
-    stats = built.stats()
+    tokens = consumed(plan, store, WARM_UP, steps)["tokens"]
     return {
         "start-up s": clock.times[0] - began_at,
         "tokens/s": tokens / (clock.times[steps] - clock.times[WARM_UP]),
         "ms": (clock.times[steps] - clock.times[WARM_UP]) / (steps - WARM_UP) * 1000,
-        "waits s": {
-            link.channel.name: [round(link.channel.send_wait_s, 2), round(link.channel.receive_wait_s, 2)]
-            for link in stats.links
-        },
+        "waits s": waits(built.stats()),
         "last loss": float(clock.losses[-1]),
     }
+
+
+def consumed(plan: Plan, store: Store, first: int, last: int) -> dict[str, int]:
+    """Real tokens, documents and anchors of the steps from ``first`` to ``last``, of all processes."""
+    loader = make_loader(plan, store, Sequence(plan.batches_per_step, last))
+    numbers = range(first * plan.batches_per_step, last * plan.batches_per_step)
+    counts = {"tokens": 0, "documents": 0, "anchors": 0}
+    for batch in map(loader.batch, numbers):
+        counts["tokens"] += batch.num_tokens
+        counts["documents"] += sum(len(row) for row in batch.documents)
+        counts["anchors"] += int(batch.anchor_valid.sum())
+    return counts
+
+
+def waits(stats: PipelineStats) -> dict[str, list[float]]:
+    """Seconds that senders and receivers of every channel waited."""
+    channels = [link.channel for link in stats.links]
+    return {channel.name: [round(channel.send_wait_s, 2), round(channel.receive_wait_s, 2)] for channel in channels}
 
 
 def timed(work: Callable[[int], object], tokens: list[int]) -> dict[str, float]:

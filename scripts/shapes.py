@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,9 @@ import torch
 from helixctl.data.store import SourceCounts, TokenizerInfo
 from helixctl.data.store_writer import StoreWriter
 from helixctl.models import attention, loading
+from helixctl.models.target import Target
+from helixctl.plan import Plan
+from helixctl.training import build as training
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,10 @@ SHAPES = {
     "135m": Shape(576, 1536, 30, 9, 3, 49152, rows=16, seq_len=2560, anchors=256, tied=True, head_dim=64),
     "tiny": Shape(64, 128, 6, 4, 2, 512, rows=2, seq_len=128, anchors=8, tied=True, drafter_layers=2, head_dim=16),
 }
+
+
+FAULT_AT = 6
+"""Steps before the fault of a topology's case: the pipeline is full."""
 
 
 def write_recipe(shape: Shape, folder: Path, steps: int, mean_length: int | None) -> Path:
@@ -127,7 +134,7 @@ def write_documents(shape: Shape, path: Path, rows: int, mean_length: int | None
 
 @contextmanager
 def random_weights() -> Iterator[None]:
-    """Targets are built from their configuration alone, straight on the GPU where there is one."""
+    """Targets are built from their configuration alone, straight on their GPU where there is one."""
 
     def build(options: Any, _facts: Any, dtype: torch.dtype) -> Any:
         import transformers
@@ -141,9 +148,14 @@ def random_weights() -> Iterator[None]:
             )
         return model.eval().requires_grad_(False)
 
-    original = loading.load_model
+    def load(plan: Plan, device: str, dtype: str | None = None) -> Target:
+        with torch.cuda.device(device) if device.startswith("cuda") else nullcontext():
+            return load_target(plan, device, dtype)
+
+    original, load_target = loading.load_model, training.load_target
     loading.load_model = build  # type: ignore[assignment]  # the names of its parameters differ
+    training.load_target = load
     try:
         yield
     finally:
-        loading.load_model = original
+        loading.load_model, training.load_target = original, load_target

@@ -48,27 +48,28 @@ class Outcome:
 class Harness:
     """One small world and its undisturbed run, for many cases."""
 
-    def __init__(self, server: ForkServer, folder: Path) -> None:
+    def __init__(self, server: ForkServer, folder: Path, settings: tuple[str, ...] = ()) -> None:
         self._server = server
         self._folder = folder
+        self._settings = settings
         self._recipe = make_world(folder)
         code = self.start("whole").wait()
         assert code == 0, "the undisturbed run failed"
 
     def start(self, name: str, *arguments: str, fault: str | None = None) -> Child:
-        values = [f"run.dir={self.run_dir(name)}", *SETTINGS]
+        values = [f"run.dir={self.run_dir(name)}", *SETTINGS, *self._settings]
         words = ["train", str(self._recipe), *(word for value in values for word in ("--set", value)), *arguments]
         return self._server.start(words, self._folder / "logs", {} if fault is None else {FAULT: fault})
 
     def run_dir(self, name: str) -> Path:
         return self._folder / name
 
-    def run(self, case: Case) -> Outcome:
-        """Make the fault happen, then `train --resume` unless the run came to its end."""
+    def run(self, case: Case, nth: int | None = None) -> Outcome:
+        """Make the fault happen, at another call if so asked, then `train --resume` unless the run came to its end."""
         name = case.name.replace(" ", "-").replace(":", "")
         mark = self._folder / f"{name}.instant"
         more = [word for value in case.settings for word in ("--set", value)]
-        child = self.start(name, *more, fault=f"{case.role}/{case.fault}/{PLACES[case.role].nth}/{mark}")
+        child = self.start(name, *more, fault=f"{case.role}/{case.fault}/{nth or PLACES[case.role].nth}/{mark}")
         code = child.wait()
         ended_at = time.monotonic()
         assert mark.exists(), f"{case.name} never happened: {child.output}"

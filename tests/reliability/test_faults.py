@@ -32,6 +32,22 @@ def test_fault(case: Case, harness: Harness) -> None:
     assert not faults_found(case, outcome), f"{faults_found(case, outcome)}\n{outcome.output}"
 
 
+SIX_AND_TWO = (f"pipeline.targets=[{', '.join(['cpu'] * 6)}]", "pipeline.drafters=[cpu, cpu]")
+
+
+@pytest.fixture(scope="module")
+def full_harness(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Harness:
+    return Harness(server, tmp_path_factory.mktemp("six-and-two"), SIX_AND_TWO)
+
+
+@pytest.mark.parametrize(("role", "nth"), [("target", 26), ("drafter", 12)])
+def test_one_of_six_targets_or_of_two_drafters_fails(role: str, nth: int, full_harness: Harness) -> None:
+    """So late that the 14 slots which targets may be ahead lie behind the first checkpoint."""
+    case = Case(role, "exception", 1, "RuntimeError: made to fail", traceback=True)
+    outcome = full_harness.run(case, nth)
+    assert not faults_found(case, outcome), f"{faults_found(case, outcome)}\n{outcome.output}"
+
+
 @pytest.mark.parametrize("case", list(worker_cases()), ids=lambda case: case.name)
 def test_fault_in_a_worker_process(case: Case, server: ForkServer, tmp_path: Path) -> None:
     outcome = run_worker_case(case, server, tmp_path)
