@@ -66,7 +66,8 @@ def sample_head(head: Head, labels: Tensor, num_sampled: int, seed: int) -> tupl
     """
     vocab_size = head.weight.shape[0]
     num_classes = min(vocab_size, labels.numel() + num_sampled)
-    keys = torch.rand(vocab_size, generator=torch.Generator().manual_seed(seed)).to(labels.device)
+    generator, pinned = torch.Generator().manual_seed(seed), labels.is_cuda  # from other memory, the copy would wait
+    keys = torch.rand(vocab_size, generator=generator, pin_memory=pinned).to(labels.device, non_blocking=True)
     wanted = torch.zeros_like(keys).index_fill_(0, labels, 2.0)
     classes = (keys + wanted).topk(num_classes).indices.sort().values  # labels first, the rest at random
     is_label = wanted[classes] > 0

@@ -261,9 +261,10 @@ def test_gpu_gradients_equal_the_cpu_reference(backend):
 
 @dynamo_instantiates_functions
 @pytest.mark.gpu
-def test_gpu_training_never_waits_for_the_device():
+@pytest.mark.parametrize("loss", [{}, {"sampled_classes": 8}])
+def test_gpu_training_never_waits_for_the_device(loss):
     slot, shared = on_gpu(packed_slot()), on_gpu(make_shared())
-    model = make_model(attention="flex", **GPU_SIZES).cuda()
+    model = make_model(attention="flex", loss=loss, **GPU_SIZES).cuda()
     gradients(model, slot, shared)
     try:
         torch.cuda.set_sync_debug_mode("error")
