@@ -58,9 +58,10 @@ class TrainPass:
 
     def _run(self, slot: SlotBatch) -> dict[str, Tensor]:
         first, *others = (self._run_part(part) for part in slot.parts(self._rows))
-        for other in others:
-            torch._foreach_add_(list(first.values()), [other[name] for name in first])
-        return first
+        values = list(first.values())
+        for other in others:  # not in place: two sums of a part may be one tensor
+            values = list(torch._foreach_add(values, [other[name] for name in first]))
+        return dict(zip(first, values, strict=True))
 
     def _run_part(self, slot: SlotBatch) -> dict[str, Tensor]:
         with self._autocast():

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from helixctl.models.drafters._terms import LossTerms
 from helixctl.training.passes import TrainPass
 from tests.models.drafters.dflash.builders import make_model, make_shared, packed_slot
 from tests.models.drafters.dflash.test_model import GPU_SIZES, on_gpu
@@ -38,6 +39,20 @@ def test_rows_apart_give_the_gradients_and_sums_of_all_together(noise: dict[str,
     assert sums.keys() == sums_apart.keys()
     for name, value in sums.items():
         torch.testing.assert_close(sums_apart[name], value, msg=name)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_sum_that_is_also_another_counts_once(rows: int) -> None:
+    weight, slot = torch.ones((), requires_grad=True), packed_slot()
+    assert len(slot.input_ids) == 2
+
+    def loss(part: Any) -> LossTerms:
+        count = part.loss_mask.sum().float()
+        return LossTerms(weight * count, count, {"count": count})
+
+    expected = slot.loss_mask.sum().float()
+    assert TrainPass(loss, nullcontext, rows)(slot) == {"loss_num": expected, "loss_den": expected, "count": expected}
+    assert weight.grad == expected
 
 
 @pytest.mark.gpu
