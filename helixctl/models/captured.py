@@ -59,11 +59,14 @@ class GraphPool:
                 function()
         self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        capturing = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
         cause: BaseException | None = None
         try:
             # The stream is entered here too: torch does not leave it where the end of the capture fails.
-            with torch.cuda.device(self._device), torch.cuda.stream(self._stream), capturing:
+            with (
+                torch.cuda.device(self._device),
+                torch.cuda.stream(self._stream),
+                torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+            ):
                 try:
                     outputs = function()
                 except BaseException as error:

@@ -46,8 +46,8 @@ def test_a_sum_that_is_also_another_counts_once(rows: int) -> None:
     weight, slot = torch.ones((), requires_grad=True), packed_slot()
     assert len(slot.input_ids) == 2
 
-    def loss(part: Any) -> LossTerms:
-        count = part.loss_mask.sum().float()
+    def loss(slot: Any) -> LossTerms:
+        count = slot.loss_mask.sum().float()
         return LossTerms(weight * count, count, {"count": count})
 
     expected = slot.loss_mask.sum().float()
