@@ -2,8 +2,8 @@
 
 `rows.py` launches every operation of a step anew and asks for its tokens, which for a small model takes many times as
 long as the work. Here tokens, positions and cache stay on the device and never move. The host queues `CHUNK_STEPS`
-steps, lets finished answers be written meanwhile, and then reads all their tokens at once. Prompts are prefilled ahead,
-many together, and take the rows of finished answers; what a row computes behind its answer's end is thrown away.
+steps and then reads all their tokens at once (`steady_work.py`); what a row computes behind its answer's end is thrown
+away.
 
 On a CPU the same steps run one by one, which is for tests: `speculative.stream_plain` makes the batch shrink.
 
@@ -13,18 +13,17 @@ Legend: R rows, L positions of a row, C steps per chunk, V vocabulary.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
 
 from helixctl.decoding.decoded import Decoded, DecodeOptions, DecodeProgress, clip
 from helixctl.decoding.greedy import best_tokens
-from helixctl.decoding.policy import DecodeTarget, RowCache, padded_rows
-from helixctl.decoding.rows import PREFILL_TOKENS, Row
-from helixctl.decoding.sampling import Sampling, draw, probabilities, sample_tokens
+from helixctl.decoding.policy import DecodeTarget
+from helixctl.decoding.rows import Row
+from helixctl.decoding.sampling import Sampling, draw, probabilities
 from helixctl.decoding.speculative import OnProgress, Prompts, make_rows
+from helixctl.decoding.steady_work import Ready, SteadyWork, to_device
 from helixctl.models.captured import Captured, GraphPool
 
 CHUNK_STEPS = 8
@@ -42,7 +41,7 @@ class SteadyDecoder:
     """
 
     def __init__(self, target: DecodeTarget) -> None:
-        self._target = target
+        self.target = target
         self._rows: _Rows | None = None
 
     @torch.no_grad()
@@ -58,7 +57,7 @@ class SteadyDecoder:
         waiting = make_rows(prompts, options)
         if not waiting:
             return
-        work = _Work(self._target, self._fitting(waiting, options), waiting, options)
+        work = _Work(self._fitting(waiting, options), waiting, options, CHUNK_STEPS)
         num_done = num_tokens = 0
         while work.left:
             work.launch()
@@ -78,7 +77,7 @@ class SteadyDecoder:
         rows = self._rows
         if rows is None or not rows.fits(num_rows, length, options):
             self._rows = None  # the old cache goes before the new one comes
-            self._rows = _Rows(self._target, num_rows, length, options.sampling)
+            self._rows = _Rows(self.target, num_rows, length, options.sampling)
         assert self._rows is not None
         return self._rows
 
@@ -91,7 +90,7 @@ class _Rows:
         self.length = length
         self.sampling = sampling
         device = target.device
-        self._target = target
+        self.target = target
         self._cache = target.new_cache(num_rows, length)
         self._ids = torch.zeros(num_rows, 1, dtype=torch.int64, device=device)
         self._positions = torch.zeros_like(self._ids)
@@ -105,12 +104,12 @@ class _Rows:
         enough = num_rows <= self.num_rows <= options.batch_size
         return enough and length <= self.length <= 2 * length and self.sampling == options.sampling
 
-    def put(self, places: Sequence[int], rows: Sequence[Row], cache: RowCache, taken: Sequence[int]) -> None:
-        """Rows ``places`` go on with prompts that were prefilled in the rows ``taken`` of ``cache``."""
-        index, source, tokens, starts = _to_device(
-            [places, taken, [row.anchor for row in rows], [row.start for row in rows]], self._ids.device
+    def put(self, places: Sequence[int], rows: Sequence[Row], ready: Ready, sources: Sequence[int]) -> None:
+        """See ``FixedRows``."""
+        index, source, tokens, starts = to_device(
+            [places, sources, [row.anchor for row in rows], [row.start for row in rows]], self._ids.device
         )
-        self._cache.put(index, cache, source)
+        self._cache.put(index, ready.cache, source)
         self._ids[index, 0] = tokens
         self._positions[index, 0] = starts
 
@@ -118,7 +117,7 @@ class _Rows:
         """Queue steps; ``uniforms`` [R, num_steps] where tokens are sampled."""
         self._place.zero_()
         if uniforms is not None:
-            self._uniforms[:, :num_steps] = _to_device(uniforms, self._ids.device, torch.float32)
+            self._uniforms[:, :num_steps] = to_device(uniforms, self._ids.device, torch.float32)
         for _ in range(num_steps):
             if self._graph is None:
                 self._step()
@@ -132,7 +131,7 @@ class _Rows:
     def _step(self) -> None:
         """One token per row. Changes nothing but the contents of tensors, and launches the same work every time."""
         self._cache.expect(self.length)
-        logits, _ = self._target.decode_step(self._ids, self._positions, self._cache)  # [R, 1, V]
+        logits, _ = self.target.decode_step(self._ids, self._positions, self._cache)  # [R, 1, V]
         if self.sampling is None:
             chosen = best_tokens(logits)  # [R, 1]
         else:
@@ -148,7 +147,7 @@ class _Rows:
         self._step()  # makes the cache's buffers
         self._place.zero_()
         try:
-            return GraphPool(self._target.device).capture(self._step)
+            return GraphPool(self.target.device).capture(self._step)
         except RuntimeError as error:
             _log.warning("the decoding step cannot be captured, decoding is slower: %s", str(error).splitlines()[0])
             return None
@@ -157,106 +156,18 @@ class _Rows:
             self._positions.zero_()
 
 
-class _Work:
+class _Work(SteadyWork):
     """One set of prompts on its way through the rows."""
 
-    def __init__(self, target: DecodeTarget, rows: _Rows, waiting: Sequence[Row], options: DecodeOptions) -> None:
-        self._target = target
-        self._rows = rows
-        self._options = options
-        self._waiting = deque(waiting)
-        self._ready: deque[tuple[int, Row]] = deque()
-        """Prefilled, with their row of the cache below."""
-        self._ready_cache: RowCache | None = None
-        self._active: dict[int, Row] = {}
-        """By row."""
-        self._finished: list[Row] = []
-        self._num_steps = 0
+    def _take(self, row: Row, found: list[int]) -> None:
+        kept, row.finish = clip(found, row.room, self._options.stop_ids)
+        row.tokens += kept
+        row.accepted += [1] * len(kept)
+        row.judged += [0] * len(kept)
 
-    @property
-    def left(self) -> bool:
-        """Whether an answer is missing, or has not been taken."""
-        return bool(self._waiting or self._ready or self._active or self._finished)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of answers that have not been taken."""
-        return sum(len(row.tokens) for row in (*self._active.values(), *self._finished))
-
-    def take_finished(self) -> list[Row]:
-        """Rows whose answer is finished, once each."""
-        finished, self._finished = self._finished, []
-        return finished
-
-    def launch(self) -> None:
-        """Give idle rows to the next prompts, and queue a chunk."""
-        self._fill()
-        self._num_steps = min(CHUNK_STEPS, max((row.room for row in self._active.values()), default=0))
-        if self._num_steps:
-            self._rows.launch(self._num_steps, self._draw_uniforms() if self._options.sampling else None)
-
-    def collect(self) -> None:
-        """Read the chunk's tokens."""
-        if not self._num_steps:
-            return
-        tokens = self._rows.read(self._num_steps)
-        for place, row in list(self._active.items()):
-            kept, row.finish = clip(tokens[place], row.room, self._options.stop_ids)
-            row.tokens += kept
-            row.accepted += [1] * len(kept)
-            row.judged += [0] * len(kept)
-            if row.finish is not None:
-                self._finished.append(self._active.pop(place))
-
-    def _fill(self) -> None:
-        idle = [place for place in range(self._rows.num_rows) if place not in self._active]
-        while idle and (self._ready or self._waiting):
-            if not self._ready:
-                self._prefill()
-            count = min(len(idle), len(self._ready))
-            if not count:
-                continue  # all of them ended with their first token
-            taken = [self._ready.popleft() for _ in range(count)]
-            places, idle = idle[:count], idle[count:]
-            assert self._ready_cache is not None
-            self._rows.put(places, [row for _, row in taken], self._ready_cache, [source for source, _ in taken])
-            self._active.update(zip(places, (row for _, row in taken), strict=True))
-
-    def _prefill(self) -> None:
-        """One forward over the next prompts, padded on the right; emits their first tokens."""
-        width = len(self._waiting[0].prompt)  # the longest come first
-        count = min(len(self._waiting), self._rows.num_rows, max(1, PREFILL_TOKENS // width))
-        rows = [self._waiting.popleft() for _ in range(count)]
-        input_ids, lengths = padded_rows([row.prompt for row in rows], self._target.device)
-        positions = torch.arange(width, device=input_ids.device).expand(count, width)
-        self._ready_cache = self._target.new_cache(count, width)
-        self._ready_cache.expect(width)
-        logits, _ = self._target.decode_step(input_ids, positions, self._ready_cache, logits_at=lengths - 1)
-        sampling = self._options.sampling
-        if sampling is None:
-            first = best_tokens(logits)[:, 0]
-        else:
-            first = sample_tokens(logits[:, -1], sampling, [row.generator for row in rows])
-        for source, (row, token) in enumerate(zip(rows, first.tolist(), strict=True)):  # a look per prefill
-            row.emit([token], (), self._options.stop_ids, 0)
-            if row.finish is None:
-                self._ready.append((source, row))
-            else:
-                self._finished.append(row)
-
-    def _draw_uniforms(self) -> list[list[float]]:
-        """The next numbers of every row's own generator [R, steps]; those behind an answer's end are never missed."""
-        nothing = [0.0] * self._num_steps
-        return [
-            [self._active[place].generator.random() for _ in nothing] if place in self._active else nothing
-            for place in range(self._rows.num_rows)
-        ]
+    def _num_uniforms(self) -> int:
+        return self._num_steps
 
 
 def _up(number: int, step: int) -> int:
     return -(-number // step) * step
-
-
-def _to_device(numbers: Sequence[Sequence[float]], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Host numbers as a tensor; pinned, since a copy from any other memory waits for the device."""
-    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)

@@ -10,7 +10,6 @@ Legend: R rows, L positions of a row, C cycles per chunk, B block_size, T tokens
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -19,10 +18,11 @@ from torch import Tensor
 
 from helixctl.decoding.decoded import Decoded, DecodeOptions, DecodeProgress
 from helixctl.decoding.greedy import accepted_drafts, best_tokens
-from helixctl.decoding.policy import DecodeTarget, DraftCall, DraftPolicy, RowCache, padded_rows
-from helixctl.decoding.rows import PREFILL_TOKENS, Row
-from helixctl.decoding.sampling import SampledBlock, Sampling, sample_tokens
+from helixctl.decoding.policy import DecodeTarget, DraftCall, DraftPolicy
+from helixctl.decoding.rows import Row
+from helixctl.decoding.sampling import SampledBlock, Sampling
 from helixctl.decoding.speculative import OnProgress, Prompts, check_block_size, make_rows
+from helixctl.decoding.steady_work import Ready, SteadyWork, to_device
 
 CHUNK_CYCLES = 4
 """Cycles between two looks at the tokens: an answer that ends within them leaves its row idle for the rest."""
@@ -110,17 +110,22 @@ class _Rows:
         self._place = torch.zeros(1, dtype=torch.int64, device=device)  # number of the next cycle in the chunk
         self._run = self._captured() if device.type == "cuda" else self._cycle
 
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return self.shape.num_rows
+
     def fits(self, shape: _Shape, sampling: Sampling | None) -> bool:
         """Whether they can answer prompts that want so many rows of so many positions, in blocks of this size."""
         mine = self.shape
         same = (mine.num_rows, mine.block_size, self.sampling) == (shape.num_rows, shape.block_size, sampling)
         return same and shape.length <= mine.length <= 2 * shape.length
 
-    def put(self, places: Sequence[int], rows: Sequence[Row], ready: _Ready, taken: Sequence[int]) -> None:
-        """Rows ``places`` go on with prompts that were prefilled in the rows ``taken`` of ``ready``."""
+    def put(self, places: Sequence[int], rows: Sequence[Row], ready: Ready, sources: Sequence[int]) -> None:
+        """See ``FixedRows``."""
         device = self._anchors.device
-        index, source, anchors, starts = _to_device(
-            [places, taken, [row.anchor for row in rows], [row.start for row in rows]], device
+        index, source, anchors, starts = to_device(
+            [places, sources, [row.anchor for row in rows], [row.start for row in rows]], device
         )
         self._cache.put(index, ready.cache, source)
         features = [self._spread(taps.index_select(0, source), index) for taps in ready.features]
@@ -135,7 +140,7 @@ class _Rows:
         """Queue cycles; ``uniforms`` [R, C * (2B - 1)] where tokens are sampled."""
         self._place.zero_()
         if uniforms is not None:
-            sent = _to_device(uniforms, self._anchors.device, torch.float32)
+            sent = to_device(uniforms, self._anchors.device, torch.float32)
             self._uniforms.copy_(sent.view_as(self._uniforms))
         for _ in range(num_cycles):
             self._run()
@@ -193,112 +198,19 @@ class _Rows:
         return values.new_zeros(self.shape.num_rows, *values.shape[1:]).index_copy_(0, index, values)
 
 
-@dataclass(frozen=True)
-class _Ready:
-    """Prompts that were prefilled together."""
-
-    cache: RowCache
-    features: Sequence[Tensor]  # K x [rows, T, H]
-    width: int  # T, of the longest prompt
-
-
-class _Work:
+class _Work(SteadyWork):
     """One set of prompts on its way through the rows."""
 
     def __init__(self, rows: _Rows, waiting: Sequence[Row], options: DecodeOptions) -> None:
-        self._rows = rows
-        self._options = options
-        self._waiting = deque(waiting)
-        self._ready_rows: deque[tuple[int, Row]] = deque()
-        """Prefilled, with their row in ``_ready``."""
-        self._ready: _Ready | None = None
-        self._active: dict[int, Row] = {}
-        """By row."""
-        self._finished: list[Row] = []
-        self._num_cycles = 0
+        super().__init__(rows, waiting, options, CHUNK_CYCLES)
+        self._block_size = rows.shape.block_size
 
-    @property
-    def left(self) -> bool:
-        """Whether an answer is missing, or has not been taken."""
-        return bool(self._waiting or self._ready_rows or self._active or self._finished)
+    def _take(self, row: Row, found: list[list[int]]) -> None:
+        for num_accepted, *tokens in found:
+            num_kept = min(num_accepted, row.room - 1)  # a last block is no longer than what may be emitted
+            row.emit(tokens[: num_kept + 1], (), self._options.stop_ids, self._block_size - 1)
+            if row.finish is not None:
+                break
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of answers that have not been taken."""
-        return sum(len(row.tokens) for row in (*self._active.values(), *self._finished))
-
-    def take_finished(self) -> list[Row]:
-        """Rows whose answer is finished, once each."""
-        finished, self._finished = self._finished, []
-        return finished
-
-    def launch(self) -> None:
-        """Give idle rows to the next prompts, and queue a chunk."""
-        self._fill()
-        self._num_cycles = min(CHUNK_CYCLES, max((row.room for row in self._active.values()), default=0))
-        if self._num_cycles:
-            self._rows.launch(self._num_cycles, self._draw_uniforms() if self._options.sampling else None)
-
-    def collect(self) -> None:
-        """Read the chunk's tokens."""
-        if not self._num_cycles:
-            return
-        found = self._rows.read(self._num_cycles)
-        for place, row in list(self._active.items()):
-            for num_accepted, *tokens in found[place]:
-                num_kept = min(num_accepted, row.room - 1)  # a last block is no longer than what may be emitted
-                row.emit(tokens[: num_kept + 1], (), self._options.stop_ids, self._rows.shape.block_size - 1)
-                if row.finish is not None:
-                    self._finished.append(self._active.pop(place))
-                    break
-
-    def _fill(self) -> None:
-        idle = [place for place in range(self._rows.shape.num_rows) if place not in self._active]
-        while idle and (self._ready_rows or self._waiting):
-            if not self._ready_rows:
-                self._prefill()
-            count = min(len(idle), len(self._ready_rows))
-            if not count:
-                continue  # all of them ended with their first token
-            taken = [self._ready_rows.popleft() for _ in range(count)]
-            places, idle = idle[:count], idle[count:]
-            assert self._ready is not None
-            self._rows.put(places, [row for _, row in taken], self._ready, [source for source, _ in taken])
-            self._active.update(zip(places, (row for _, row in taken), strict=True))
-
-    def _prefill(self) -> None:
-        """One forward over the next prompts, padded on the right; emits their first tokens."""
-        target, sampling = self._rows.target, self._options.sampling
-        width = len(self._waiting[0].prompt)  # the longest come first
-        count = min(len(self._waiting), self._rows.shape.num_rows, max(1, PREFILL_TOKENS // width))
-        rows = [self._waiting.popleft() for _ in range(count)]
-        input_ids, lengths = padded_rows([row.prompt for row in rows], target.device)
-        positions = torch.arange(width, device=input_ids.device).expand(count, width)
-        cache = target.new_cache(count, width)
-        cache.expect(width)
-        logits, features = target.decode_step(input_ids, positions, cache, logits_at=lengths - 1)
-        self._ready = _Ready(cache, features, width)
-        if sampling is None:
-            first = best_tokens(logits)[:, 0]
-        else:
-            first = sample_tokens(logits[:, -1], sampling, [row.generator for row in rows])
-        for source, (row, token) in enumerate(zip(rows, first.tolist(), strict=True)):  # a look per prefill
-            row.emit([token], (), self._options.stop_ids, 0)
-            if row.finish is None:
-                self._ready_rows.append((source, row))
-            else:
-                self._finished.append(row)
-
-    def _draw_uniforms(self) -> list[list[float]]:
-        """The next numbers of every row's own generator; those behind an answer's end are never missed."""
-        count = CHUNK_CYCLES * (2 * self._rows.shape.block_size - 1)
-        nothing = [0.0] * count
-        return [
-            [self._active[place].generator.random() for _ in nothing] if place in self._active else nothing
-            for place in range(self._rows.shape.num_rows)
-        ]
-
-
-def _to_device(numbers: Sequence[Sequence[float]], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Host numbers as a tensor; pinned, since a copy from any other memory waits for the device."""
-    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    def _num_uniforms(self) -> int:
+        return CHUNK_CYCLES * (2 * self._block_size - 1)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helixctl.decoding import steady
+from helixctl.decoding import steady_work
 from helixctl.decoding.decoded import DecodeOptions
 from helixctl.decoding.speculative import decode_plain
 from helixctl.decoding.steady import SteadyDecoder
@@ -97,7 +97,7 @@ def generated(model, prompt, num_tokens):
 @pytest.mark.parametrize("build", [tiny_llama, tiny_gemma3])
 def test_greedy_answers_equal_plain_generate(build, tmp_path, monkeypatch):
     """In float32, token for token; prompts of all lengths, more of them than rows, prefilled in several groups."""
-    monkeypatch.setattr(steady, "PREFILL_TOKENS", 16)
+    monkeypatch.setattr(steady_work, "PREFILL_TOKENS", 16)
     model = build()
     target = Target.load(TargetOptions(model=str(save_tiny(model, tmp_path))), [0, 2], "cpu", torch.float32)
     decoder = SteadyDecoder(target)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helixctl.decoding import steady_blocks
+from helixctl.decoding import steady_blocks, steady_work
 from helixctl.decoding.decoded import DecodeOptions
 from helixctl.decoding.sampling import Sampling, probabilities
 from helixctl.decoding.speculative import decode_plain, decode_speculative
@@ -112,7 +112,7 @@ def test_samples_weigh_what_enumeration_says(one_by_one):
 
 def test_features_of_a_real_target_reach_the_right_rows(tmp_path, monkeypatch):
     """Prompts of all lengths, more of them than rows, prefilled in several groups; the policy looks at what it gets."""
-    monkeypatch.setattr(steady_blocks, "PREFILL_TOKENS", 16)
+    monkeypatch.setattr(steady_work, "PREFILL_TOKENS", 16)
     model = tiny_llama()
     target = Target.load(TargetOptions(model=str(save_tiny(model, tmp_path))), [0, 2], "cpu", torch.float32)
     options = DecodeOptions(max_new_tokens=17, batch_size=3)
