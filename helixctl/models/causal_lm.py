@@ -159,7 +159,7 @@ class CausalLM:
             return
         rule: attention.Rule
         if self._flex is not None:
-            rule = FlexPacking(self._flex, slot.batch.document_ids[rows], slot.document_ids)
+            rule = FlexPacking(self._flex, slot.document_ids, slot.document_ids)  # the host is not asked
             rule.make_masks(self._windows)
         elif self._backend == "dense":
             rule = attention.DensePacking(slot.document_ids)

@@ -27,7 +27,7 @@ class Direct:
 
     def copy(self, destination: Tensor, source: Tensor) -> None:
         """See ``Transport``."""
-        destination.copy_(source, non_blocking=True)
+        destination.copy_(source, non_blocking=destination.is_cuda)  # a CPU reads what arrived at once
 
 
 class Pinned:
