@@ -124,8 +124,8 @@ def test_proof_1_sees_another_rope_in_decoding(subject: Subject, monkeypatch: py
     def make(*arguments: Any) -> Any:
         policy = make_policy(*arguments)
         inner: Any = policy
-        head_dim = inner._model.shape.head_dim
-        monkeypatch.setattr(inner._model, "rotary", lambda at: _layers.rotary_tables(at, head_dim, 500.0))
+        head_dim = inner.model.shape.head_dim
+        monkeypatch.setattr(inner.model, "rotary", lambda at: _layers.rotary_tables(at, head_dim, 500.0))
         return policy
 
     monkeypatch.setattr(proofs, "make_policy", make)
