@@ -150,7 +150,8 @@ def drafter_alone(plan: Plan, store: Store, targets: Targets, options: argparse.
         sums = step_of(slots[i % 2])
         take_step(optimizer, sums["loss_den"].float(), plan.recipe.train.learning_rate, 1.0)
 
-    tokens = [slots[i % 2].batch.num_tokens for i in range(options.batches + WARM_UP)]  # type: ignore[union-attr]
+    filled = [loader.batch(seq).num_tokens for seq in range(len(slots))]
+    tokens = [filled[i % 2] for i in range(options.batches + WARM_UP)]
     found = {"warm-up s": seconds, "captured": bool(step_of.num_captured), **timed(step, tokens)}
     list_kernels(options.kernels, lambda: step(0))
     return found

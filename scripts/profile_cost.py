@@ -8,6 +8,7 @@ validation and checkpoints in between, and a machine on which nothing else runs.
 
 from __future__ import annotations
 
+import argparse
 import math
 import select
 import statistics
@@ -26,10 +27,15 @@ LOOK_S = 0.02
 
 def main() -> int:
     """Measure and print; returns the exit code."""
-    words = [*sys.argv[1:], *("20", "5")[len(sys.argv) - 2 :]]
-    pid, pairs, seconds = int(words[0]), int(words[1]), float(words[2])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pid", type=int, help="a run of helixctl")
+    parser.add_argument("pairs", type=int, nargs="?", default=20)
+    parser.add_argument("seconds", type=float, nargs="?", default=5.0, help="with and without, each")
+    options = parser.parse_args()
+    pid, pairs, seconds = options.pid, options.pairs, options.seconds
     run_dir = run_dir_of(pid)
-    assert run_dir is not None, f"process {pid} is no run of helixctl"
+    if run_dir is None:
+        parser.error(f"process {pid} is no run of helixctl")
     ratios, cores = [], []
     try:
         for pair in range(pairs):

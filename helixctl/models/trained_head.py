@@ -38,6 +38,7 @@ def trained_head_loss(
         sum(weights * cross-entropy), a float32 scalar with gradients for ``hidden``, ``weight`` and ``bias``; and [n]
         bool.
     """
+    # torch gives `apply` no types.
     found: tuple[Tensor, Tensor] = _TrainedHeadLoss.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, softcap, labels, weights, torch.is_grad_enabled()
     )

@@ -85,6 +85,7 @@ def take_step(
     torch._foreach_mul_(grads, scale * clip)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
+    # Looked for by step(), declared nowhere.
     optimizer.found_inf = (~taken).float()  # type: ignore[attr-defined]
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)

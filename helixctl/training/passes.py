@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -49,7 +50,7 @@ class TrainPass:
         pool = GraphPool(device)
         for slot in slots:
             try:
-                self._captured[id(slot)] = pool.capture(lambda slot=slot: self._run(slot))  # type: ignore[misc]
+                self._captured[id(slot)] = pool.capture(partial(self._run, slot))
             except RuntimeError as error:
                 reason = str(error).strip().partition("\n")[0]
                 logger.warning("the drafter's step is not captured in a CUDA graph: %s", reason)

@@ -114,6 +114,7 @@ def slot_losses(
     assert teacher is not None or not (mix.kl or mix.has_l1), "the divergence needs the target's states"
     job = _Job(head, *targets, teacher, mix, torch.is_grad_enabled())
     left, right = (None, None) if low_rank is None else (low_rank.left, low_rank.right)
+    # torch gives `apply` no types.
     return SlotLosses(*_SlotLosses.apply(hidden, left, right, job))  # type: ignore[no-untyped-call]
 
 

@@ -91,6 +91,7 @@ def head_loss(hidden: Tensor, head: Head, labels: Tensor, weights: Tensor) -> tu
     Returns:
         sum(weights * cross-entropy), float32 scalar with a gradient for ``hidden``; and [n] bool.
     """
+    # torch gives `apply` no types.
     numerator, correct = _HeadLoss.apply(hidden, head, labels, weights, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
     return numerator, correct
 
