@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from helixctl.decoding import rows, sampling
@@ -34,12 +34,14 @@ def test_probabilities_are_sharpened_then_cut():
 
 
 @settings(max_examples=60, deadline=None)
+@example([-3.13e-28, 0.0], 2, 1.0, 1.0)
 @given(st.lists(st.floats(-20, 20), min_size=1, max_size=8), st.integers(1, 9), st.floats(0.05, 1.0), st.floats(0.1, 3))
 def test_probabilities_sum_to_one_and_keep_the_best(values, top_k, top_p, temperature):
     logits = torch.tensor(values)
     shares = probabilities(logits, Sampling(temperature, top_k, top_p))
     assert shares.sum().item() == pytest.approx(1.0, abs=1e-5)
-    assert logits[shares.argmax()] == logits.max()
+    # Logits that differ by less than rounding weigh the same, and either may be the one that is left.
+    assert logits[shares.argmax()].item() == pytest.approx(logits.max().item(), abs=1e-5)
     assert not shares.isnan().any()
 
 
