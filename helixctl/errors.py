@@ -9,9 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-DOCS = "docs"
-"""Where the pages are that errors name: below the root of the checkout."""
-
 
 class HelixError(Exception):
     """Something the user can act on. ``exit_code`` is what the command returns."""
@@ -27,8 +24,8 @@ class HelixError(Exception):
 
     @property
     def page(self) -> str:
-        """The page and anchor that tell more; every class has its own in errors.md."""
-        return f"{DOCS}/{self.see or f'errors.md#{type(self).__name__.lower()}'}"
+        """Page and section that tell more, as `helixctl docs` takes them; every class has its own on page errors."""
+        return (self.see or f"errors.md#{type(self).__name__.lower()}").replace(".md#", " ")
 
     def __str__(self) -> str:
         return f"{self.message}\n  fix: {self.fix}" if self.fix else self.message

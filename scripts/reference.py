@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from helixctl.cli.pages import slug
 from helixctl.doctor.catalog import Rule, all_rules, sections_of
 from helixctl.recipe.load import recipe_schema
 
@@ -62,12 +63,6 @@ def recipe_page() -> str:
                     told[text] = heading
                 parts.append(f"### {heading}\n\n{text}")
     return "\n".join(parts)
-
-
-def slug(heading: str) -> str:
-    """The anchor of a heading, as Python-Markdown and GitHub make it."""
-    kept = "".join(c for c in heading.lower() if c.isalnum() or c in " -_")
-    return kept.strip().replace(" ", "-")
 
 
 def _sections(definitions: dict[str, Any], heading: str, option: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -9,12 +9,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 import yaml
 
+from helixctl.cli.pages import find_pages, slug
 from helixctl.errors import DataError, HelixError, Problem, RecipeError, StageFailed
 from scripts import reference
 from tests.cli.runner import Runner
@@ -27,7 +27,7 @@ PAGES = sorted(DOCS.glob("*.md"))
 def anchors(page: Path) -> set[str]:
     """Of the headings, outside of fenced blocks."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
-    return {reference.slug(heading) for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
+    return {slug(heading) for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
 
 
 def classes_and_pages() -> tuple[set[str], set[str]]:
@@ -61,27 +61,51 @@ def test_every_error_has_its_place_in_the_documentation() -> None:
 
 
 def test_an_error_names_its_page() -> None:
-    assert HelixError("x").page == "docs/errors.md#helixerror"
-    assert RecipeError([Problem("a", "b"), Problem("c", "d", see="e.md#f")]).page == "docs/e.md#f"
-    assert RecipeError([Problem("run", "is odd")]).page == "docs/errors.md#recipeerror"
-    assert DataError("x", see="other.md#place").page == "docs/other.md#place"
-    assert StageFailed("target-0", DataError("x")).page == "docs/errors.md#dataerror"
-    assert StageFailed("target-0", KeyError("x")).page == "docs/errors.md#stagefailed"
+    assert HelixError("x").page == "errors helixerror"
+    assert RecipeError([Problem("a", "b"), Problem("c", "d", see="e.md#f")]).page == "e f"
+    assert RecipeError([Problem("run", "is odd")]).page == "errors recipeerror"
+    assert DataError("x", see="other.md#place").page == "other place"
+    assert StageFailed("target-0", DataError("x")).page == "errors dataerror"
+    assert StageFailed("target-0", KeyError("x")).page == "errors stagefailed"
 
 
 @pytest.mark.parametrize(
-    ("words", "page"),
-    [(["plan", "missing.yaml"], "recipeerror"), (["report", "missing"], None), (["doctor", "missing"], "usageerror")],
+    ("words", "section"),
+    [
+        (["plan", "missing.yaml"], "RecipeError"),
+        (["report", "missing"], "UsageError"),
+        (["doctor", "missing"], "UsageError"),
+    ],
 )
-def test_a_message_ends_with_its_page(
-    words: list[str], page: str | None, run: Runner, tmp_path: Any, monkeypatch: Any
+def test_a_message_ends_with_a_command_that_prints_its_page(
+    words: list[str], section: str, run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     done = run(*words)
     last = done.err.rstrip().splitlines()[-1]
-    found = re.fullmatch(r" *more: docs/(errors\.md#(\w+))", last)
+    found = re.fullmatch(r" *more: helixctl (docs errors \w+)", last)
     assert done.code and found, done.err
-    assert found[2] in anchors(DOCS / "errors.md") and found[2] == (page or found[2])
+    assert run(*found[1].split()).out.startswith(f"## {section}\n")
+
+
+def test_pages_and_sections_can_be_printed(run: Runner) -> None:
+    listed = run("docs").out
+    assert {path.name for path in find_pages().values()} == {path.name for path in PAGES}
+    assert all(f" {path.stem} " in listed for path in PAGES)
+    assert run("docs", "errors.md").out == (DOCS / "errors.md").read_text(encoding="utf-8")
+    for page in PAGES:
+        for anchor in sorted(anchors(page))[::8]:
+            done = run("docs", page.stem, anchor)
+            assert done.code == 0 and slug(done.out.splitlines()[0].lstrip("#")) == anchor
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [(["erors"], "did you mean 'errors'?"), (["errors", "recipe-error"], "did you mean 'recipeerror'?")],
+)
+def test_a_page_that_does_not_exist(words: list[str], fix: str, run: Runner) -> None:
+    done = run("docs", *words)
+    assert done.code == 2 and fix in done.err
 
 
 @pytest.mark.parametrize("name", ["recipe.md", "rules.md"])

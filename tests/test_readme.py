@@ -117,7 +117,7 @@ def test_the_main_job_is_told_in_the_readme() -> None:
     commands = [line.split()[1] for line in block_lines(PAGES[0]) if line.startswith("helixctl ")]
     assert commands == ["init", "plan", "prepare", "train", "validate", "export"]
     told = {line.split()[1] for line in table_lines(PAGES[0])}
-    assert told == {*commands, "recipe", "doctor", "profile", "convert", "runs", "report", "warmup-compile"}
+    assert told == {*commands, "recipe", "doctor", "profile", "convert", "runs", "report", "warmup-compile", "docs"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -19,6 +19,7 @@ from helixctl.cli.loading import (
 )
 from helixctl.cli.logs import set_up_logs
 from helixctl.cli.looking import report, runs
+from helixctl.cli.pages import docs
 from helixctl.cli.planning import plan
 from helixctl.cli.preparing import prepare
 from helixctl.cli.process import heavy_imports, run_process
@@ -47,6 +48,7 @@ app.command()(prepare)
 app.command()(plan)
 app.command()(runs)
 app.command()(report)
+app.command()(docs)
 app.command("warmup-compile")(warmup_compile)
 
 _FORK_GUARDED = ("train", "validate")

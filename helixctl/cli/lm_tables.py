@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from helixctl.cli.render import format_bytes, format_value
 from helixctl.cli.source_tables import mix_rows
 from helixctl.cli.tables import UNKNOWN, count_of, devices_of
+from helixctl.cli.values import format_bytes, format_value
 
 if TYPE_CHECKING:
     from helixctl.lm_plan import CausalLMPlan, PlannedStage

@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from helixctl.cli.render import format_bytes
+from helixctl.cli.values import format_bytes
 
 if TYPE_CHECKING:
     from helixctl.profiling.compare import Change, Comparison

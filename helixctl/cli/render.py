@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 import time
 import traceback
@@ -17,6 +18,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from helixctl.cli.values import format_value, record_rows
 from helixctl.errors import HelixError, Problem, RecipeError, StageFailed
 from helixctl.redact import redact_text
 
@@ -52,7 +54,7 @@ def render_error(error: HelixError) -> None:
     else:
         _print_message(console, Text.assemble(("error", "bold red"), f": {error.message}"))
         _print_fix(console, error.fix)
-    _print_message(console, Text(f"more: {error.page}", style="dim"), indent=2)
+    _print_message(console, Text(f"more: helixctl docs {error.page}", style="dim"), indent=2)
 
 
 def render_bug(error: Exception) -> None:
@@ -92,6 +94,17 @@ def render_outcomes(outcomes: Iterable[Outcome]) -> list[Outcome]:
 def render_text(text: str) -> None:
     """Text for another program, as it is."""
     sys.stdout.write(text if text.endswith("\n") else text + "\n")
+
+
+def render_markdown(text: str) -> None:
+    """A page of the documentation: laid out for a terminal, as it was written for a file or a pipe."""
+    console = _console()
+    if not console.is_terminal:
+        render_text(text)
+        return
+    from rich.markdown import Markdown
+
+    console.print(Markdown(re.sub(r"<!--.*?-->|<[^>\n]+>", "", text), hyperlinks=False))
 
 
 def render_json(content: Any) -> None:
@@ -296,45 +309,6 @@ def progress(title: str) -> Iterator[ShowProgress]:
             bar.update(tasks[name], completed=done, total=total, refresh=is_due)
 
         yield show
-
-
-def record_rows(record: Any, prefix: str = "") -> dict[str, str]:
-    """Fields of a dataclass (or a mapping) as label and text; nested ones get dotted labels, empty ones none."""
-    if dataclasses.is_dataclass(record) and not isinstance(record, type):
-        record = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
-    rows: dict[str, str] = {}
-    for name, value in record.items():
-        label = f"{prefix}{name}"
-        if isinstance(value, Mapping) or dataclasses.is_dataclass(value):
-            rows.update(record_rows(value, f"{label}."))
-        elif value is not None and value != () and value != []:
-            rows[label] = format_value(str(name), value)
-    return rows
-
-
-def format_value(name: str, value: Any) -> str:
-    """A value as people read it; the end of its name says the unit."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, (list, tuple)):
-        return "\n".join(str(item) for item in value)
-    if not isinstance(value, (int, float)):
-        return str(value)
-    if name.endswith("bytes"):
-        return format_bytes(value)
-    if name.endswith(("_share", "_ratio", "coverage")):
-        return f"{100 * value:.1f} %"
-    text = f"{value:,}" if isinstance(value, int) else f"{value:,.1f}" if abs(value) >= 100 else f"{value:.4g}"
-    return f"{text} s" if (name.endswith("_s") and not name.endswith("_per_s")) or name == "seconds" else text
-
-
-def format_bytes(num_bytes: float) -> str:
-    """`17179869184` -> `16.0 GiB`."""
-    units = ("B", "KiB", "MiB", "GiB", "TiB")
-    power = 0
-    while num_bytes >= 1024 and power < len(units) - 1:
-        num_bytes, power = num_bytes / 1024, power + 1
-    return f"{num_bytes:.1f} {units[power]}" if power else f"{num_bytes:.0f} B"
 
 
 def _console(*, stderr: bool = False) -> Console:

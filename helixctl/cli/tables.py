@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from helixctl.cli.render import format_bytes, format_value
 from helixctl.cli.source_tables import mix_rows, source_rows
+from helixctl.cli.values import format_bytes, format_value
 
 if TYPE_CHECKING:
     from helixctl.data.prepare import PrepareResult

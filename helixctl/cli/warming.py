@@ -11,6 +11,7 @@ from rich.table import Table
 from helixctl.cli import render
 from helixctl.cli.loading import AsJson, Overrides, RecipePath, load_any_plan, refuse_what_cannot_fit
 from helixctl.cli.process import heavy_imports
+from helixctl.cli.values import format_bytes
 
 if TYPE_CHECKING:
     from helixctl.training.compiling import CacheUse
@@ -61,7 +62,7 @@ def warm_up_rows(result: WarmUp) -> dict[str, str]:
     """Where the cache is, and what it saves."""
     cold, warm = (sum(c.seconds for c in part.values()) for part in (result.cold, result.warm))
     return {
-        "cache": f"{result.path}, {render.format_bytes(result.num_bytes)}",
+        "cache": f"{result.path}, {format_bytes(result.num_bytes)}",
         "devices": ", ".join(result.devices),
         "cold": f"{cold:.1f} s",
         "warm": f"{warm + result.unpack_seconds:.1f} s, {result.unpack_seconds:.1f} of them to check and unpack: "

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from helixctl.cli import render
 from helixctl.cli.tables import memory_table, train_rows
+from helixctl.cli.values import format_value, record_rows
 from helixctl.decoding.distribution import SampleCheck
 from helixctl.memory import MemoryLine
 from helixctl.training.results import TrainResult
@@ -31,7 +32,7 @@ from tests.training.validations import VALIDATED
     ],
 )
 def test_values_are_written_with_their_unit(name, value, text):
-    assert render.format_value(name, value) == text
+    assert format_value(name, value) == text
 
 
 def test_records_become_rows_and_empty_fields_none():
@@ -46,7 +47,7 @@ def test_records_become_rows_and_empty_fields_none():
         nothing: None = None
         empty: tuple[str, ...] = ()
 
-    assert render.record_rows(Outer(5, Inner(2048))) == {"steps": "5", "inner.size_bytes": "2.0 KiB"}
+    assert record_rows(Outer(5, Inner(2048))) == {"steps": "5", "inner.size_bytes": "2.0 KiB"}
 
 
 def test_validation_shows_answers_speed_and_proofs(capsys):
