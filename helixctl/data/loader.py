@@ -7,6 +7,7 @@ order, how often and from which loader object makes no difference, so a resumed 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -111,6 +112,13 @@ class BatchLoader:
     def first_row(self, epoch: int) -> int:
         """Training rows before ``epoch``: ``first_row(n)`` is what n epochs hold together."""
         return self._stream.first_row(epoch)
+
+    def first_epoch(self) -> Iterator[tuple[int, int, int]]:
+        """Every training document of epoch 0, in order: ``index`` of its micro-batch, its number, its tokens."""
+        for row in self._stream.rows(0, self.first_row(1)):
+            for position in row.documents:
+                num_tokens = min(int(self._train.lengths[position]), self.options.seq_len)
+                yield row.place // self.options.rows, int(self._train.documents[position]), num_tokens
 
     def batch(self, seq: int) -> MicroBatch:
         """Micro-batch number ``seq`` of the run.

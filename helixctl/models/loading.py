@@ -48,15 +48,8 @@ def choose_backend(options: TargetOptions, facts: TargetFacts, device: torch.dev
         raise ModelError("target.attention: flex needs a GPU", fix="use segments on a CPU, or compile.mode: on")
     if options.attention == "flex" and options.compile == "off":
         raise ModelError("target.attention: flex must be compiled", fix="leave target.compile at auto, or use segments")
-    if options.attention == "flex" and options.feature_cache_mib:
-        raise ModelError(
-            "target.attention: flex compiles for one length, the feature cache asks for documents of any",
-            fix="leave target.attention at auto, or set target.feature_cache_mib: 0",
-        )
     if options.attention != "auto":
         return options.attention
-    if options.feature_cache_mib:
-        return "segments"  # one document at a time, each of its own length: nothing to mask, and flex would recompile
     return "segments" if on_cpu or options.compile == "off" else "flex"
 
 

@@ -56,8 +56,9 @@ class TargetOptions(Section):
     """Compile the target's layers with flex attention. auto: on a GPU, and where `compile.mode` is on; off:
     segments."""
     feature_cache_mib: NonNegativeInt = 0
-    """Memory for features of documents already seen, per target loop: a set that fits needs one target pass. They are
-    then computed one document at a time. 0 computes them anew for every row."""
+    """Memory for features of documents already seen, per target loop and on its device: a set that fits needs one
+    target pass. They are computed one document at a time; by a compiled target, in the rows of the first epoch. 0
+    computes them anew for every row."""
     features: Path | None = None
     """Folder that `prepare --features` wrote: `train` reads features there, and runs no target. Decoding does."""
     trust_remote_code: bool = False

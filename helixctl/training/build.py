@@ -29,7 +29,7 @@ from helixctl.models.shared import SharedWeights
 from helixctl.models.target import Target
 from helixctl.plan import Plan
 from helixctl.plugins import DRAFTERS, load_plugin
-from helixctl.training.feature_cache import CachedFeatures, FeatureSource, WithLastHidden
+from helixctl.training.feature_cache import CachedFeatures, CachedRows, FeatureSource, WithLastHidden, make_layout
 from helixctl.training.learner import DrafterLearner, Learner
 from helixctl.training.loop import Observer, TrainerStage
 from helixctl.training.processes import Processes
@@ -220,14 +220,26 @@ def feature_loader(
         target = targets.on(device)
         with account():
             fixed = target.fixed(made_up_batch(plan), last_hidden=plan.last_hidden)
-            if fixed is not None:
-                return fixed
-            warm_up_target(target, plan)
-        cache_mib = plan.recipe.target.feature_cache_mib
+            if fixed is None:
+                warm_up_target(target, plan)
+        cache_bytes = plan.recipe.target.feature_cache_mib << 20
+        if fixed is not None:
+            return _cached_rows(plan, store, fixed, cache_bytes) if cache_bytes and store is not None else fixed
         source = WithLastHidden(target) if plan.last_hidden else target
-        return CachedFeatures(source, cache_mib << 20) if cache_mib else source
+        return CachedFeatures(source, cache_bytes) if cache_bytes else source
 
     return load
+
+
+def _cached_rows(plan: Plan, store: Store, source: FeatureSource, cache_bytes: int) -> CachedRows:
+    """A cache of at most ``cache_bytes``, all of them allocated now."""
+    assert plan.train_documents is not None, "there is a store"
+    loader = make_loader(plan, store, Sequence(1, plan.train_documents))  # an epoch has no more micro-batches
+    shape, dtype = (len(plan.captured_layers), plan.target.hidden_size), getattr(torch, plan.target_dtype)
+    layout = make_layout(loader.first_epoch(), cache_bytes // (shape[0] * shape[1] * dtype.itemsize))
+    kept = torch.zeros((shape[0], layout.num_tokens, shape[1]), dtype=dtype, device=source.device).unbind()
+    on_gpu = source.device.type == "cuda"
+    return CachedRows(source, lambda i: loader.batch(i).pinned() if on_gpu else loader.batch(i), layout, kept)
 
 
 def _builder(plan: Plan, targets: Targets, lane: int) -> Callable[[], Learner]:
