@@ -107,7 +107,31 @@ class _Ledger:
             self._level_since = now
 
 
-class Channel(Generic[T]):
+class _Measured:
+    """What both channels are made of: a room to wait in and a ledger. Everything but sending and receiving."""
+
+    def __init__(self, name: str, capacity: int, max_bytes: int | None, num_senders: int) -> None:
+        self.name = name
+        self.room = WaitRoom(name)
+        self._ledger = _Ledger(capacity, max_bytes, num_senders)
+
+    def close(self) -> None:
+        """One sender is finished; the channel is closed when all are. Harmless after ``cancel()``."""
+        with self.room:
+            self._ledger.close_one(self.name)
+            self.room.moved()
+
+    def cancel(self) -> None:
+        """Give up: everybody who waits here, or comes later, gets ``Cancelled``."""
+        self.room.cancel()
+
+    def stats(self) -> ChannelStats:
+        """Counts and seconds so far."""
+        with self.room:
+            return self._ledger.stats(self.room)
+
+
+class Channel(_Measured, Generic[T]):
     """First in, first out, between any number of senders and receivers.
 
     Senders that wait for room are served in the order they came, so a large item is not overtaken for ever.
@@ -120,9 +144,7 @@ class Channel(Generic[T]):
     """
 
     def __init__(self, name: str, capacity: int, *, max_bytes: int | None = None, num_senders: int = 1) -> None:
-        self.name = name
-        self.room = WaitRoom(name)
-        self._ledger = _Ledger(capacity, max_bytes, num_senders)
+        super().__init__(name, capacity, max_bytes, num_senders)
         self._items: deque[tuple[T, int]] = deque()
         self._queue: deque[object] = deque()  # tickets of the senders that wait, oldest first
 
@@ -179,23 +201,8 @@ class Channel(Generic[T]):
                 return
             yield item
 
-    def close(self) -> None:
-        """One sender is finished; the channel is closed when all are. Harmless after ``cancel()``."""
-        with self.room:
-            self._ledger.close_one(self.name)
-            self.room.moved()
 
-    def cancel(self) -> None:
-        """Give up: everybody who waits here, or comes later, gets ``Cancelled``."""
-        self.room.cancel()
-
-    def stats(self) -> ChannelStats:
-        """Counts and seconds so far."""
-        with self.room:
-            return self._ledger.stats(self.room)
-
-
-class OrderedChannel(Generic[T]):
+class OrderedChannel(_Measured, Generic[T]):
     """Hands numbered items out in the order of their numbers, whatever order they came in.
 
     With M lanes, lane j gets those numbers s with s mod M == j, each exactly once and in order. Several receivers may
@@ -228,9 +235,7 @@ class OrderedChannel(Generic[T]):
     ) -> None:
         if num_lanes < 1:
             raise ValueError(f"num_lanes={num_lanes} must be positive")
-        self.name = name
-        self.room = WaitRoom(name)
-        self._ledger = _Ledger(capacity, max_bytes, num_senders)
+        super().__init__(name, capacity, max_bytes, num_senders)
         self._items: dict[int, tuple[T, int]] = {}
         self._next = [first_seq + (lane - first_seq) % num_lanes for lane in range(num_lanes)]  # per lane, undelivered
         self._end = first_seq  # one more than the largest number sent
@@ -296,21 +301,6 @@ class OrderedChannel(Generic[T]):
         if len(self._next) > 1:
             raise TypeError(f"channel {self.name!r} has {len(self._next)} lanes; iterate over one of them")
         return self.lane(0)
-
-    def close(self) -> None:
-        """One sender is finished; the channel is closed when all are. Harmless after ``cancel()``."""
-        with self.room:
-            self._ledger.close_one(self.name)
-            self.room.moved()
-
-    def cancel(self) -> None:
-        """Give up: everybody who waits here, or comes later, gets ``Cancelled``."""
-        self.room.cancel()
-
-    def stats(self) -> ChannelStats:
-        """Counts and seconds so far."""
-        with self.room:
-            return self._ledger.stats(self.room)
 
     def _raise_closed(self, seq: int) -> None:
         if seq < self._end:

@@ -29,6 +29,21 @@ class Sink(Protocol):
         """Flush and release; nothing is written afterwards."""
 
 
+class LoggedRun:
+    """A sink for libraries whose runs have ``log`` and ``finish``: one chart per name."""
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Log the numbers of a step; they may come in several writes."""
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """Write or upload what is left."""
+        self._run.finish()
+
+
 class SinkGroup:
     """Writes to every sink. One that fails is counted, warned about once, and tried again at the next write."""
 

@@ -6,29 +6,12 @@ A resumed run goes on under the name of its run directory. The library is import
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from helixctl.metrics.sink import import_extra
-
-
-class TrackioSink:
-    """One chart per name."""
-
-    def __init__(self, run: Any) -> None:
-        self._run = run
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Log the numbers of a step."""
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        """Write what is left."""
-        self._run.finish()
+from helixctl.metrics.sink import LoggedRun, import_extra
 
 
-def open_sink(run_dir: Path, total_steps: int, resume_step: int | None = None) -> TrackioSink:
+def open_sink(run_dir: Path, total_steps: int, resume_step: int | None = None) -> LoggedRun:
     """Begin a run, or go on with the one of this run directory.
 
     Raises:
@@ -41,4 +24,4 @@ def open_sink(run_dir: Path, total_steps: int, resume_step: int | None = None) -
         resume="never" if resume_step is None else "allow",
         config={"total_steps": total_steps},
     )
-    return TrackioSink(run)
+    return LoggedRun(run)

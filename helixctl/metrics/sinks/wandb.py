@@ -8,31 +8,14 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from helixctl.metrics.sink import import_extra
+from helixctl.metrics.sink import LoggedRun, import_extra
 
 ID_FILE = "wandb-id"
 
 
-class WandbSink:
-    """One chart per name; numbers of one step may come in several writes."""
-
-    def __init__(self, run: Any) -> None:
-        self._run = run
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Log the numbers of a step."""
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        """Upload what is left."""
-        self._run.finish()
-
-
-def open_sink(run_dir: Path, total_steps: int, resume_step: int | None = None) -> WandbSink:
+def open_sink(run_dir: Path, total_steps: int, resume_step: int | None = None) -> LoggedRun:
     """Begin a run, or go on with the one of this run directory.
 
     Raises:
@@ -51,4 +34,4 @@ def open_sink(run_dir: Path, total_steps: int, resume_step: int | None = None) -
         resume="allow",
         config={"total_steps": total_steps},
     )
-    return WandbSink(run)
+    return LoggedRun(run)
