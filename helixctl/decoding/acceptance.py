@@ -7,7 +7,7 @@ known (those behind a stop token are not), and *reached* when all before it were
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from helixctl.decoding.decoded import Decoded
@@ -41,11 +41,15 @@ def acceptance_by_position(answers: Iterable[Decoded]) -> tuple[PositionAcceptan
     """Every position that was judged at least once, in order."""
     judged, reached, accepted = Counter[int](), Counter[int](), Counter[int]()
     for answer in answers:
-        last = len(answer.accepted) - 1
-        for cycle, (emitted, num_drafts) in enumerate(zip(answer.accepted, answer.judged, strict=True)):
-            has_bonus = cycle < last or answer.last_is_bonus
-            num_kept = emitted - has_bonus
+        for num_kept, num_drafts in judged_cycles(answer):
             judged.update(range(1, num_drafts + 1))
             reached.update(range(1, min(num_drafts, num_kept + 1) + 1))
             accepted.update(range(1, num_kept + 1))
     return tuple(PositionAcceptance(k, judged[k], reached[k], accepted[k]) for k in sorted(judged))
+
+
+def judged_cycles(answer: Decoded) -> Iterator[tuple[int, int]]:
+    """Accepted and judged drafts of every cycle."""
+    last = len(answer.accepted) - 1
+    for cycle, (emitted, num_drafts) in enumerate(zip(answer.accepted, answer.judged, strict=True)):
+        yield emitted - (cycle < last or answer.last_is_bonus), num_drafts

@@ -35,6 +35,9 @@ class DecodeOptions:
     seed: int = 0
     """With a prompt's ids, seeds its samples: but for rounding they do not depend on the other prompts. The same prompt
     several times gets several samples."""
+    confidence_threshold: float | None = None
+    """Verify only drafts that the drafter thinks are accepted, with all before them, with at least this probability; 0
+    verifies all and records what it thought (`Decoded.confidences`). None does not ask it."""
     record_margins: bool = False
     """Keep the gap of the two best logits of every token (plain greedy decoding; needed by compare_greedy)."""
 
@@ -60,6 +63,9 @@ class Decoded:
     accepted follows from `accepted` and `last_is_bonus`: see `acceptance_by_position`."""
     last_is_bonus: bool = True
     """Whether the last cycle got as far as its bonus token; false when it was cut inside the accepted drafts."""
+    confidences: tuple[tuple[float, ...], ...] = ()
+    """What the drafter told of every judged draft, by cycle: the probability that it is accepted if those before it
+    are. Empty unless `DecodeOptions.confidence_threshold` is given."""
     margins: tuple[float, ...] = ()
     """Gap between the two best logits, per token; empty unless asked for."""
 

@@ -27,6 +27,10 @@ def margins(logits: Tensor, best: Tensor) -> Tensor:
     return (top.float() - second.float()).squeeze(-1)
 
 
-def accepted_drafts(drafts: Tensor, choices: Tensor) -> Tensor:
-    """Length [R] int64 of the longest prefix of `drafts` [R, T-1] that equals the target's `choices` [R, T]."""
-    return (drafts == choices[:, :-1]).long().cumprod(-1).sum(-1)
+def accepted_drafts(drafts: Tensor, choices: Tensor, limits: Tensor | None = None) -> Tensor:
+    """Length [R] int64 of the longest prefix of `drafts` [R, T-1] that equals the target's `choices` [R, T].
+
+    At most `limits` [R] int64, where given.
+    """
+    length = (drafts == choices[:, :-1]).long().cumprod(-1).sum(-1)
+    return length if limits is None else length.minimum(limits)

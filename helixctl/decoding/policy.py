@@ -27,6 +27,10 @@ class DraftCall:
     length: int | None = None
     """A bound: no anchor stands beyond this position. None where the caller does not know it on the host; then it must
     be read from the device, which waits for it."""
+    tell: Callable[[Tensor], None] | None = None
+    """Where given, and the drafter knows: called with the probability [R, T] that each of the next T drafts is accepted
+    if those before it are, before `choose` is called for these drafts. So no draft's own draw decides whether it is
+    verified, and samples stay exact (`confidence.py`)."""
 
 
 class DraftPolicy(Protocol):

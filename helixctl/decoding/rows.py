@@ -11,15 +11,16 @@ width, V vocabulary.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from helixctl.decoding.confidence import Confidence, worth_verifying
 from helixctl.decoding.decoded import Decoded, DecodeOptions, Finish, clip
 from helixctl.decoding.greedy import accepted_drafts, best_tokens, margins
-from helixctl.decoding.policy import DecodeTarget, DraftCall, DraftPolicy
+from helixctl.decoding.policy import Choose, DecodeTarget, DraftCall, DraftPolicy
 from helixctl.decoding.sampling import SampledBlock, sample_tokens
 
 PREFILL_TOKENS = 16384
@@ -41,6 +42,7 @@ class Row:
     tokens: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     judged: list[int] = field(default_factory=list)
+    confidences: list[tuple[float, ...]] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)
     last_is_bonus: bool = True
     finish: Finish | None = None
@@ -62,14 +64,26 @@ class Row:
         """Tokens that may still be emitted."""
         return self.limit - len(self.tokens)
 
-    def emit(self, tokens: Sequence[int], gaps: Sequence[float], stop_ids: frozenset[int], num_drafts: int) -> None:
-        """Take a cycle's tokens (the last is the bonus) as far as they count; ``num_drafts`` were verified."""
+    def emit(
+        self,
+        tokens: Sequence[int],
+        gaps: Sequence[float],
+        stop_ids: frozenset[int],
+        num_drafts: int,
+        told: Sequence[float] | None = None,
+    ) -> None:
+        """Take a cycle's tokens (the last is the bonus) as far as they count.
+
+        ``num_drafts`` were verified; ``told``: how sure the drafter was of them, where it was asked.
+        """
         room = self.room
         kept, self.finish = clip(tokens, room, stop_ids)
         if self.tokens:
             self.accepted.append(len(kept))
             self.last_is_bonus = len(kept) == len(tokens)
             self.judged.append(min(num_drafts, room - 1) if self.last_is_bonus else len(kept))
+            if told is not None:
+                self.confidences.append(tuple(told[: self.judged[-1]]))
         self.tokens += kept
         self.margins += gaps[: len(kept)]
 
@@ -83,8 +97,22 @@ class Row:
             judged=tuple(self.judged),
             finish=self.finish,
             last_is_bonus=self.last_is_bonus,
+            confidences=tuple(self.confidences),
             margins=tuple(self.margins),
         )
+
+
+@dataclass(frozen=True, eq=False)
+class _Drafts:
+    """What a cycle verifies of what was drafted."""
+
+    ids: Tensor  # [R, T-1] int64
+    counts: Sequence[int]
+    """Of each row, how many are verified: T-1 or fewer."""
+    limits: Tensor | None = None
+    """The same on the device, [R] int64; None where all rows have T-1."""
+    told: Sequence[Sequence[float]] | None = None
+    """How sure the drafter was of every draft of a row; None where it was not asked."""
 
 
 class RowBatch:
@@ -172,38 +200,67 @@ class RowBatch:
     def cycle(self) -> None:
         """Draft a block in every row, verify all in one forward of the target, emit what was accepted and the bonus."""
         rows = self.rows
-        width = min(self._block_size, max(row.room for row in rows if row.finish is None))
         starts = self._tensor([row.start for row in rows])
-        positions = starts[:, None] + torch.arange(width, device=starts.device)  # [R, T]
-        input_ids = self._tensor([row.anchor for row in rows])[:, None]  # [R, 1]
         lanes = self._tensor([row.lane for row in rows])
         block = self._sampled_block()
-        if width > 1:
-            input_ids = torch.cat([input_ids, self._draft(block)[lanes, : width - 1]], dim=1)  # [R, T]
+        drafts = self._drafts(block, lanes)
+        width = drafts.ids.shape[1] + 1
+        positions = starts[:, None] + torch.arange(width, device=starts.device)  # [R, T]
+        input_ids = torch.cat([self._tensor([row.anchor for row in rows])[:, None], drafts.ids], dim=1)  # [R, T]
         self._cache.expect(max(row.start for row in rows) + width)
         logits, features = self._target.decode_step(input_ids, positions, self._cache)
         gaps: list[list[float]] | None = None
         if block is not None:
-            num_accepted, choices = block.judge(input_ids[:, 1:], logits, lanes)
+            num_accepted, choices = block.judge(drafts.ids, logits, lanes, drafts.limits)
         else:
             choices, gaps = self._best(logits)
-            num_accepted = accepted_drafts(input_ids[:, 1:], choices)  # [R]
+            num_accepted = accepted_drafts(drafts.ids, choices, drafts.limits)  # [R]
         if self._policy is not None:
             valid = torch.arange(width, device=starts.device) <= num_accepted[:, None]  # the anchor and accepted drafts
             self._extend(features, positions, valid, rows)
         host = torch.cat(
             [num_accepted[:, None], choices], dim=1
-        ).tolist()  # the cycle's one sync: tokens decide what is next
+        ).tolist()  # the cycle's one sync, unless blocks are cut: tokens decide what is next
         for i, (row, (accepted, *tokens)) in enumerate(zip(rows, host, strict=True)):
             if row.finish is None:
                 kept = min(accepted, row.room - 1)  # a row's last block is no longer than what it may emit
-                row.emit(tokens[: kept + 1], gaps[i] if gaps else (), self._options.stop_ids, width - 1)
+                told = drafts.told[i] if drafts.told is not None else None
+                gap = gaps[i] if gaps else ()
+                row.emit(tokens[: kept + 1], gap, self._options.stop_ids, drafts.counts[i], told)
 
-    def _draft(self, block: SampledBlock | None) -> Tensor:
+    def _drafts(self, block: SampledBlock | None, lanes: Tensor) -> _Drafts:
+        """Draft in all lanes: whole blocks, or what of each row's is worth verifying."""
+        width = min(self._block_size, max(row.room for row in self.rows if row.finish is None))
+        asked = self._policy is not None and self._options.confidence_threshold is not None
+        if width == 1:
+            nothing: list[list[float]] = [[] for _ in self.rows]
+            return _Drafts(lanes.new_empty(len(lanes), 0), [0] * len(lanes), told=nothing if asked else None)
+        choose = best_tokens if block is None else block.choose
+        if asked:
+            return self._confident_drafts(Confidence(choose), lanes)
+        return _Drafts(self._draft(choose)[lanes, : width - 1], [width - 1] * len(lanes))
+
+    def _confident_drafts(self, confidence: Confidence, lanes: Tensor) -> _Drafts:
+        """Cut every row's block where its drafter expects too little of it, and where its answer ends.
+
+        Rows are verified together: the forward is as wide as the longest block, and a row's places behind its own cut
+        are not judged, so that no row's answer hangs on the others'.
+        """
+        threshold = self._options.confidence_threshold
+        assert threshold is not None
+        ids = self._draft(confidence.choose, confidence.tell)
+        told = confidence.read(lanes)  # a sync of its own: how wide the forward is hangs on it
+        counts = [
+            0 if row.finish is not None else worth_verifying(own[: row.room - 1], threshold)
+            for row, own in zip(self.rows, told, strict=True)
+        ]
+        return _Drafts(ids[lanes, : max(counts)], counts, self._tensor(counts), told)
+
+    def _draft(self, choose: Choose, tell: Callable[[Tensor], None] | None = None) -> Tensor:
         """Proposals [L, B-1]; the drafter always works on all lanes."""
         assert self._policy is not None
         starts = [lane.start for lane in self._lanes]
-        call = DraftCall(self._block_size, best_tokens if block is None else block.choose, max(starts))
+        call = DraftCall(self._block_size, choose, max(starts), tell)
         return self._policy.draft(self._tensor([lane.anchor for lane in self._lanes]), self._tensor(starts), call)
 
     def _sampled_block(self) -> SampledBlock | None:

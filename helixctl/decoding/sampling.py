@@ -57,7 +57,9 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     return picked.clamp_(max=weights.shape[-1] - 1)
 
 
-def judge_drafts(target: Tensor, drafter: Tensor, drafts: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+def judge_drafts(
+    target: Tensor, drafter: Tensor, drafts: Tensor, uniforms: Tensor, limits: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The rejection rule for whole blocks.
 
     Args:
@@ -65,6 +67,7 @@ def judge_drafts(target: Tensor, drafter: Tensor, drafts: Tensor, uniforms: Tens
         drafter: q [R, T-1, V], what each draft was drawn from.
         drafts: [R, T-1] int64.
         uniforms: [R, T] in [0, 1): one per draft, and one for the token that follows the kept ones.
+        limits: How many drafts of each row are judged, [R] int64, as if it had no more; None: all.
 
     Returns:
         How many drafts are kept, [R] int64, and tokens [R, T] int64: the kept drafts, then the new token; what follows
@@ -74,6 +77,8 @@ def judge_drafts(target: Tensor, drafter: Tensor, drafts: Tensor, uniforms: Tens
     wanted = target[:, :-1].gather(-1, index).squeeze(-1)  # [R, T-1]
     offered = drafter.gather(-1, index).squeeze(-1)
     kept = uniforms[:, :-1] * offered < wanted
+    if limits is not None:
+        kept &= torch.arange(drafts.shape[1], device=limits.device) < limits[:, None]
     num_kept = kept.long().cumprod(-1).sum(-1)  # [R]
     place = num_kept.view(-1, 1, 1).expand(-1, 1, target.shape[-1])
     p = target.gather(1, place).squeeze(1)  # [R, V]
@@ -81,7 +86,8 @@ def judge_drafts(target: Tensor, drafter: Tensor, drafts: Tensor, uniforms: Tens
     if drafts.shape[1]:
         q = drafter.gather(1, place.clamp(max=drafts.shape[1] - 1)).squeeze(1)
         left = (p - q).clamp(min=0.0)
-        rejected = (num_kept < drafts.shape[1]).unsqueeze(-1) & (left.sum(-1, keepdim=True) > 0)
+        judged = drafts.shape[1] if limits is None else limits
+        rejected = (num_kept < judged).unsqueeze(-1) & (left.sum(-1, keepdim=True) > 0)
         rest = torch.where(rejected, left, p)  # p also where rounding leaves nothing: then p and q are the same
     new = draw(rest, uniforms[:, -1])
     tokens = torch.cat([drafts, new[:, None]], dim=1).scatter(1, num_kept[:, None], new[:, None])
@@ -109,13 +115,16 @@ class SampledBlock:
         self._drawn.append(shares)
         return draw(shares, self._to_draft[:, start : start + logits.shape[1]])
 
-    def judge(self, drafts: Tensor, logits: Tensor, lanes: Tensor) -> tuple[Tensor, Tensor]:
+    def judge(
+        self, drafts: Tensor, logits: Tensor, lanes: Tensor, limits: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Judge the first T - 1 drafts of the rows that decode.
 
         Args:
             drafts: [R, T-1] int64.
             logits: Of the target, [R, T, V].
             lanes: [R] int64, each row's lane.
+            limits: As for ``judge_drafts``.
 
         Returns:
             As ``judge_drafts``.
@@ -126,7 +135,7 @@ class SampledBlock:
         # The new token's is always the last, so that a row does not notice when others make the blocks shorter.
         uniforms = torch.cat([uniforms[:, :num_drafts], uniforms[:, -1:]], dim=1)  # [R, T]
         drawn = torch.cat(self._drawn, dim=1)[lanes, :num_drafts] if num_drafts else target[:, :0]
-        return judge_drafts(target, drawn, drafts, uniforms)
+        return judge_drafts(target, drawn, drafts, uniforms, limits)
 
 
 def sample_tokens(logits: Tensor, sampling: Sampling, generators: Sequence[random.Random]) -> Tensor:

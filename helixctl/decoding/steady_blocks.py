@@ -53,6 +53,7 @@ class SteadySpeculator:
             UsageError: as ``decode_speculative``.
         """
         assert not options.record_margins, "margins are read by losslessness.py, which decodes by rows.py"
+        assert options.confidence_threshold is None, "blocks that are cut have no fixed shape; rows.py decodes them"
         block_size = check_block_size(options, self._policy)
         waiting = make_rows(prompts, options)
         if not waiting:

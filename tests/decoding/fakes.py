@@ -130,6 +130,22 @@ class FakePolicy:
         return drafts
 
 
+class TellingPolicy(FakePolicy):
+    """Tells something of every draft that hangs on the row's prefix alone."""
+
+    def draft(self, anchor_ids, positions, call):
+        if call.tell is not None:
+            rows = enumerate(zip(anchor_ids.tolist(), positions.tolist(), strict=True))
+            told = [self.sure([*self.context[r, :position].tolist(), token]) for r, (token, position) in rows]
+            call.tell(torch.tensor(told)[:, : call.size - 1])
+        return super().draft(anchor_ids, positions, call)
+
+    def sure(self, prefix):
+        """Shares that are 1 now and then, and 0."""
+        numbers = random.Random(repr(prefix))
+        return [round(min(1.0, 1.2 * numbers.random()), 1) for _ in range(self.block_size - 1)]
+
+
 class ChainTarget:
     """Really random: the next token's logits hang on the last two tokens. Many rows cost little."""
 
@@ -171,6 +187,7 @@ class ChainPolicy:
         self.block_size = block_size
         self.table = torch.randn(block_size - 1, vocab_size, vocab_size, generator=torch.Generator().manual_seed(seed))
         self.one_by_one = one_by_one
+        self.sure = torch.rand(block_size - 1, vocab_size, generator=torch.Generator().manual_seed(seed))
 
     def start(self, num_rows, max_len):
         pass
@@ -183,6 +200,8 @@ class ChainPolicy:
             return call.choose(self.table[: call.size - 1, anchor_ids].transpose(0, 1))
         drafts = [anchor_ids]
         for slot in range(call.size - 1):
+            if call.tell is not None:
+                call.tell(self.sure[slot, drafts[-1]][:, None])
             drafts.append(call.choose(self.table[slot, drafts[-1]][:, None])[:, 0])
         return torch.stack(drafts[1:], dim=1)
 

@@ -49,10 +49,10 @@ def test_another_target_is_seen():
 
 @pytest.mark.parametrize("fault", ["keeps more than it may", "draws the new token from the target"])
 def test_a_wrong_rejection_rule_is_seen(fault, monkeypatch):
-    def wrong(target, drafter, drafts, uniforms):
+    def wrong(target, drafter, drafts, uniforms, limits):
         if fault.startswith("keeps"):
-            return judge_drafts(target, drafter, drafts, uniforms * 0.5)
-        num_kept, tokens = judge_drafts(target, drafter, drafts, uniforms)
+            return judge_drafts(target, drafter, drafts, uniforms * 0.5, limits)
+        num_kept, tokens = judge_drafts(target, drafter, drafts, uniforms, limits)
         place = num_kept.view(-1, 1, 1).expand(-1, 1, target.shape[-1])
         new = sampling.draw(target.gather(1, place).squeeze(1), uniforms[:, -1])
         return num_kept, tokens.scatter(1, num_kept[:, None], new[:, None])

@@ -141,19 +141,19 @@ def test_a_shorter_block_draws_from_the_same_distribution():
     assert fit(answers(options(SOFT, block_size=2), ChainPolicy()), expected) > 1e-3
 
 
-def bonus_from_the_target(target, drafter, drafts, uniforms):
-    num_kept, tokens = judge_drafts(target, drafter, drafts, uniforms)
+def bonus_from_the_target(target, drafter, drafts, uniforms, limits):
+    num_kept, tokens = judge_drafts(target, drafter, drafts, uniforms, limits)
     place = num_kept.view(-1, 1, 1).expand(-1, 1, target.shape[-1])
     new = draw(target.gather(1, place).squeeze(1), uniforms[:, -1])
     return num_kept, tokens.scatter(1, num_kept[:, None], new[:, None])
 
 
-def keeps_by_the_target_alone(target, drafter, drafts, uniforms):
-    return judge_drafts(target, torch.ones_like(drafter), drafts, uniforms)
+def keeps_by_the_target_alone(target, drafter, drafts, uniforms, limits):
+    return judge_drafts(target, torch.ones_like(drafter), drafts, uniforms, limits)
 
 
-def keeps_everything(target, drafter, drafts, uniforms):
-    return judge_drafts(target, drafter, drafts, uniforms * 0.5)
+def keeps_everything(target, drafter, drafts, uniforms, limits):
+    return judge_drafts(target, drafter, drafts, uniforms * 0.5, limits)
 
 
 @pytest.mark.parametrize("wrong", [bonus_from_the_target, keeps_by_the_target_alone, keeps_everything])
@@ -202,13 +202,13 @@ def test_a_drafter_that_knows_the_target_is_always_kept():
     target, policy = Told(), Twin(block_size=2)
     original = rows.RowBatch._draft
 
-    def tell(self, block):
+    def show(self, *given):
         places = torch.tensor([row.start - 1 for row in self._lanes])
         policy.before = target.cache.ids.gather(1, places[:, None])[:, 0]
-        return original(self, block)
+        return original(self, *given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rows.RowBatch, "_draft", tell)
+        patch.setattr(rows.RowBatch, "_draft", show)
         found = decode_speculative(target, policy, [PROMPT] * 50, options(SOFT, max_new_tokens=9))
     assert all(one.accepted == (2, 2, 2, 2) for one in found)
 

@@ -128,7 +128,8 @@ def test_a_sampler_that_keeps_too_many_drafts_fails_the_command(
 ) -> None:
     path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": f"count to {i}"} for i in range(12)])
     monkeypatch.setattr(
-        "helixctl.decoding.sampling.judge_drafts", lambda p, q, drafts, u: judge_drafts(p, q, drafts, u * 0)
+        "helixctl.decoding.sampling.judge_drafts",
+        lambda p, q, drafts, u, limits: judge_drafts(p, q, drafts, u * 0, limits),
     )
     done = run("validate", trained.recipe, "--bench", path, "--temperature", 1, "--max-new-tokens", 40, "--json")
     found = json.loads(done.out)
@@ -159,7 +160,7 @@ def test_json_is_all_that_stdout_holds(trained: TrainedWorld, run: Runner) -> No
 def test_a_decoder_that_accepts_a_wrong_token_fails_the_command(
     trained: TrainedWorld, run: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def trusting(drafts: Any, choices: Any) -> Any:
+    def trusting(drafts: Any, choices: Any, limits: Any) -> Any:
         return (choices[:, 0] * 0 + 1).clamp(max=drafts.shape[1])
 
     monkeypatch.setattr("helixctl.decoding.rows.accepted_drafts", trusting)

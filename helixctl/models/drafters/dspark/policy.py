@@ -1,4 +1,4 @@
-"""Drafting during decoding: the backbone once per block, then the sequential head from slot to slot.
+"""Drafting during decoding: the backbone once per block, then the two small heads from slot to slot.
 
 Legend: R rows, T new tokens, B block size, H width, V vocabulary, r rank.
 """
@@ -15,19 +15,19 @@ from helixctl.decoding.policy import DraftCall
 from helixctl.models.drafters._head import head_logits
 from helixctl.models.drafters.dflash.model import DFlashDraftModel
 from helixctl.models.drafters.dflash.policy import DFlashPolicy
-from helixctl.models.drafters.dspark.heads import MarkovHead
+from helixctl.models.drafters.dspark.heads import ConfidenceHead, MarkovHead
 from helixctl.models.shared import SharedWeights
 
 
 class DSparkPolicy:
-    """Drafts of B-1 tokens, each given the one before it. The confidence head is not asked: blocks are whole."""
+    """Drafts of B-1 tokens, each given the one before it; tells how likely each is to be accepted, where asked."""
 
     def __init__(self, model: DFlashDraftModel, shared: SharedWeights) -> None:
         self._backbone = DFlashPolicy(model, shared)
         self.block_size = self._backbone.block_size
-        markov = self._backbone.model.markov_head
-        assert isinstance(markov, MarkovHead)
-        self._markov = markov
+        markov, confidence = self._backbone.model.markov_head, self._backbone.model.confidence_head
+        assert isinstance(markov, MarkovHead) and isinstance(confidence, ConfidenceHead)
+        self._markov, self._confidence = markov, confidence
         self._head = self._backbone.head
 
     def start(self, num_rows: int, max_len: int) -> None:
@@ -40,9 +40,12 @@ class DSparkPolicy:
 
     def draft(self, anchor_ids: Tensor, positions: Tensor, call: DraftCall) -> Tensor:
         """Tokens [R, call.size - 1] that follow ``anchor_ids`` [R], which stand at ``positions`` [R]."""
-        raw = self._raw_logits(anchor_ids, positions, call.size, call.length)
+        states = self._backbone.draft_states(anchor_ids, positions, size=call.size, length=call.length)
+        raw = self._raw_logits(states)
         drafts, previous = [], anchor_ids
         for k in range(raw.shape[1]):
+            if call.tell is not None:
+                call.tell(self._sure(states[:, k : k + 1], previous[:, None]))
             previous = call.choose(self._given(raw[:, k : k + 1], previous[:, None]))[:, 0]
             drafts.append(previous)
         return torch.stack(drafts, dim=1)
@@ -53,13 +56,18 @@ class DSparkPolicy:
 
     def logits_given(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Logits [R, B-1, V] of the tokens behind ``tokens`` [R, B-1], the first of which stands at ``positions``."""
-        return self._given(self._raw_logits(tokens[:, 0], positions, self.block_size, None), tokens)
+        return self._given(self._raw_logits(self._backbone.draft_states(tokens[:, 0], positions)), tokens)
 
     @torch.no_grad()
-    def _raw_logits(self, anchor_ids: Tensor, positions: Tensor, size: int, length: int | None) -> Tensor:
-        """The head's products alone; bias and softcap come when the sequential part has been added."""
-        states = self._backbone.draft_states(anchor_ids, positions, size=size, length=length)
+    def _raw_logits(self, states: Tensor) -> Tensor:
+        """The head's products [R, T, V] alone; bias and softcap come when the sequential part has been added."""
         return head_logits(states, replace(self._head, bias=None, softcap=None))
+
+    @torch.no_grad()
+    def _sure(self, states: Tensor, previous: Tensor) -> Tensor:
+        """Probability [R, T] float32 that a draft is accepted, from its state and the token before it [R, T]."""
+        logits: Tensor = self._confidence(states, self._markov(previous))
+        return logits.sigmoid()
 
     @torch.no_grad()
     def _given(self, raw: Tensor, previous: Tensor) -> Tensor:
