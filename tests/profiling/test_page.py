@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from helixctl.metrics.page import STYLE
-
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+from tests.browser import BROWSER, browse, needs_browser
 
 
 class Page(HTMLParser):
@@ -56,20 +54,9 @@ def test_the_page_loads_nothing_and_data_cannot_end_its_script(profiled):
 def shown(profiled, tmp_path_factory: pytest.TempPathFactory) -> tuple[Page, str]:
     """The page as the browser has built it, and what it wrote to its log."""
     if BROWSER is None:
-        pytest.skip("no Chromium on this machine (Debian: apt-get install chromium)")
-    words = [
-        BROWSER,
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        "--enable-logging=stderr",
-    ]
-    words += [f"--user-data-dir={tmp_path_factory.mktemp('browser')}", "--dump-dom"]
-    done = subprocess.run(
-        [*words, f"file://{profiled.folder / 'profile.html'}"], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+        pytest.skip("no browser")
+    page = shutil.copy(profiled.folder / "profile.html", tmp_path_factory.mktemp("page"))
+    done = browse(Path(page), "--enable-logging=stderr", "--dump-dom")
     return Page(done.stdout), done.stderr
 
 
@@ -92,17 +79,9 @@ def test_text_from_the_profiled_process_stays_text(shown):
     assert "b" not in page.tags
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+@needs_browser
 def test_a_picture_of_the_page_is_not_blank(profiled, tmp_path: Path):
-    picture = tmp_path / "page.png"
-    words = [
-        str(BROWSER),
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        "--window-size=1200,1600",
-    ]
-    words += [f"--user-data-dir={tmp_path / 'browser'}", f"--screenshot={picture}"]
-    subprocess.run([*words, f"file://{profiled.folder / 'profile.html'}"], capture_output=True, timeout=120, check=True)
+    page, picture = tmp_path / "profile.html", tmp_path / "page.png"
+    shutil.copy(profiled.folder / "profile.html", page)
+    browse(page, "--window-size=1200,1600", f"--screenshot={picture}")
     assert picture.stat().st_size > 30_000  # an empty page of this size takes 7 kB

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,10 +13,9 @@ import pytest
 from helixctl.errors import UsageError
 from helixctl.training.report import make_page, write_report
 from helixctl.training.runs import list_runs, summarise
+from tests.browser import look_at, needs_browser
 from tests.cli.runner import Runner
 from tests.training.conftest import TrainedWorld
-
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 @pytest.fixture
@@ -105,28 +103,9 @@ def test_the_command_writes_where_it_is_told(copy: Path, run: Runner, tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(BROWSER is None, reason="no chromium: apt-get install chromium")
+@needs_browser
 def test_a_real_browser_draws_the_page(copy: Path, tmp_path: Path) -> None:
-    """The page allows no script, so a second page looks at it through a frame and says what it sees."""
     write_report(copy, tmp_path / "page.html")
-    look = """
-      const page = document.querySelector("iframe").contentDocument;
-      const seen = [...page.querySelectorAll("svg.chart")].map(svg => {
-        const box = svg.getBoundingClientRect(), line = svg.querySelector("polyline, rect");
-        return box.width > 100 && box.height > 50 && line.getBBox().width > 0;
-      });
-      const wide = page.documentElement.scrollWidth <= page.documentElement.clientWidth;
-      document.body.innerHTML = JSON.stringify({title: page.title, charts: seen, fits: wide});
-    """
-    frame = '<iframe src="page.html" width="1200" height="900" onload="look()"></iframe>'
-    viewer = f"<!doctype html><body>{frame}<script>function look() {{ {look} }}</script></body>"
-    (tmp_path / "viewer.html").write_text(viewer)
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files", "--dump-dom"]
-    options += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=5000"]
-    command = [str(BROWSER), *options, (tmp_path / "viewer.html").as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    found = re.search(r"<body>(\{.*\})</body>", done.stdout)
-    assert found, done.stdout + done.stderr
-    seen = json.loads(found[1])
+    seen = look_at(tmp_path / "page.html")
     assert seen["title"] == "one: finished" and seen["fits"]
     assert len(seen["charts"]) >= 6 and all(seen["charts"]), seen

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,12 +12,12 @@ from helixctl.decoding.distribution import SampleCheck
 from helixctl.errors import UsageError
 from helixctl.metrics.history import History
 from helixctl.training.validation_page import make_text, make_validation_page, write_validation
+from tests.browser import look_at, needs_browser
 from tests.chats import write_jsonl
 from tests.cli.runner import Runner
 from tests.training.conftest import TrainedWorld
 from tests.training.validations import VALIDATED
 
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 HISTORY = History({"val/accept_len": ((10, 1.1), (20, 1.5), (30, 1.4)), "val/accept_len_live": ((10, 1.0), (20, 1.3))})
 BARE = replace(VALIDATED, prompts=(), sources=(), total=None, settings=None, greedy=(), proofs=(), held_out={})
 
@@ -97,31 +94,14 @@ def test_a_report_that_cannot_be_written_is_refused_at_once(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(BROWSER is None, reason="no chromium: apt-get install chromium")
+@needs_browser
 def test_a_real_browser_draws_the_page(tmp_path: Path) -> None:
-    """The page allows no script, so a second page looks at it through a frame and says what it sees."""
     (tmp_path / "page.html").write_text(make_validation_page(VALIDATED, HISTORY))
-    look = """
-      const page = document.querySelector("iframe").contentDocument;
-      const seen = [...page.querySelectorAll("svg.chart")].map(svg => {
-        const box = svg.getBoundingClientRect(), line = svg.querySelector("polyline, rect");
-        return box.width > 100 && box.height > 50 && line.getBBox().width > 0;
-      });
-      const draft = getComputedStyle(page.querySelector(".draft")).color;
-      const wide = page.documentElement.scrollWidth <= page.documentElement.clientWidth;
-      const rows = page.querySelectorAll("section.wide table tr").length;
-      document.body.innerHTML = JSON.stringify({title: page.title, charts: seen, fits: wide, draft, rows});
-    """
-    frame = '<iframe src="page.html" width="1200" height="900" onload="look()"></iframe>'
-    viewer = f"<!doctype html><body>{frame}<script>function look() {{ {look} }}</script></body>"
-    (tmp_path / "viewer.html").write_text(viewer)
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files", "--dump-dom"]
-    options += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=5000"]
-    command = [str(BROWSER), *options, (tmp_path / "viewer.html").as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    found = re.search(r"<body>(\{.*\})</body>", done.stdout)
-    assert found, done.stdout + done.stderr
-    seen = json.loads(found[1])
+    seen = look_at(
+        tmp_path / "page.html",
+        draft='getComputedStyle(page.querySelector(".draft")).color',
+        rows='page.querySelectorAll("section.wide table tr").length',
+    )
     assert seen["title"] == "Validation of step-100, step 100" and seen["fits"]
     assert seen["charts"] == [True] * 4 and seen["rows"] == 4
     assert seen["draft"] != "rgb(0, 0, 0)"
