@@ -57,6 +57,19 @@ class RaggedCache(Cache):  # type: ignore[misc,unused-ignore]  # transformers is
         self._capacity = max(self._capacity, min(self.max_len, -(-length // GROWTH) * GROWTH))
         return self._capacity
 
+    def move(self, sources: Tensor, places: Tensor) -> None:
+        """Copy what row r holds at ``sources[r, t]`` to ``places[r, t]``, in every layer.
+
+        Args:
+            sources: [R, T] int64, positions that were written.
+            places: [R, T] int64, distinct within a row, below the cache's length; may be among ``sources``.
+        """
+        for buffers in (self._keys, self._values):
+            for buffer in buffers.values():
+                taken, put = (_flat(positions, buffer) for positions in (sources, places))
+                flat = buffer.view(-1, buffer.shape[3])
+                flat.index_copy_(0, put, flat.index_select(0, taken))
+
     def expect(self, length: int) -> None:
         """The next forward writes below position ``length``: its ``at`` then does not ask the device."""
         self._expected = length
@@ -104,9 +117,7 @@ class RaggedCache(Cache):  # type: ignore[misc,unused-ignore]  # transformers is
         key = num_heads, buffer.device
         if key not in self._places:
             assert self._positions is not None, "update() before at()"
-            heads = torch.arange(self.num_rows * num_heads, device=buffer.device)
-            starts = heads.view(self.num_rows, num_heads, 1) * self._capacity  # [R, G, 1]
-            self._places[key] = (starts + self._positions.to(buffer.device)[:, None]).view(-1)  # [R * G * T]
+            self._places[key] = _flat(self._positions, buffer)
         buffer.view(-1, width).index_copy_(0, self._places[key], states.reshape(-1, width))
         return buffer
 
@@ -119,3 +130,10 @@ class RaggedCache(Cache):  # type: ignore[misc,unused-ignore]  # transformers is
                 new[:, :, : old.shape[2]] = old
             buffers[layer] = new
         return buffers[layer]
+
+
+def _flat(positions: Tensor, buffer: Tensor) -> Tensor:
+    """Where the positions [R, T] are in a buffer [R, G, L, D] seen as [R * G * L, D]: [R * G * T]."""
+    num_rows, num_heads, capacity, _ = buffer.shape
+    heads = torch.arange(num_rows * num_heads, device=buffer.device).view(num_rows, num_heads, 1)
+    return (heads * capacity + positions.to(buffer.device)[:, None]).view(-1)

@@ -35,6 +35,8 @@ class DecodeOptions:
     seed: int = 0
     """With a prompt's ids, seeds its samples: but for rounding they do not depend on the other prompts. The same prompt
     several times gets several samples."""
+    tree_budget: int | None = None
+    """Verify a tree of so many drafts per cycle, the anchor not counted; None verifies one continuation."""
     confidence_threshold: float | None = None
     """Verify only drafts that the drafter thinks are accepted, with all before them, with at least this probability; 0
     verifies all and records what it thought (`Decoded.confidences`). None does not ask it."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -59,6 +59,36 @@ class DraftPolicy(Protocol):
         """
 
 
+NextLogits = Callable[[int, Tensor], Tensor]
+"""Logits of slot k (slot 0 follows the anchor) behind each of the tokens [R, W] int64 of the slot before: [R, W, V], or
+[R, 1, V] where they are the same behind all of them."""
+
+
+@runtime_checkable
+class TreePolicy(DraftPolicy, Protocol):
+    """A drafter that can say what follows any of several candidates, and so drafts trees (`tree.py`) too."""
+
+    def branch(self, anchor_ids: Tensor, positions: Tensor, call: DraftCall) -> NextLogits:
+        """Begin a block behind `anchor_ids` [R], which stand at `positions` [R]; slots 0 .. call.size - 2 may be asked.
+
+        Nothing is chosen here: `call.choose` is not called.
+        """
+
+
+@dataclass(frozen=True, eq=False)
+class Branches:
+    """Tokens of one forward that do not all follow each other: where the cache holds them, and what they see of it."""
+
+    places: Tensor
+    """[R, T] int64: a row's T places side by side. Whatever stands before the first of them is seen by all tokens."""
+    ancestors: Tensor
+    """[R, T, T] bool: whether token t sees token s of this forward; itself always."""
+
+    def to(self, device: torch.device) -> Branches:
+        """The same on another device."""
+        return Branches(self.places.to(device), self.ancestors.to(device))
+
+
 class RowCache(Protocol):
     """Keys and values of R rows; a key is visible to a query at position p iff its own position is at most p."""
 
@@ -70,6 +100,9 @@ class RowCache(Protocol):
 
         `taken` [R'] are the rows of `other`; None is all of them, in order.
         """
+
+    def move(self, sources: Tensor, places: Tensor) -> None:
+        """Copy what each row holds at `sources` [R, T] int64 to `places` [R, T], distinct within a row."""
 
     def expect(self, length: int) -> None:
         """The next forward writes below position `length`: said by the host, so that nobody asks the device."""
@@ -86,9 +119,16 @@ class DecodeTarget(Protocol):
         """An empty cache for positions below `max_len`."""
 
     def decode_step(
-        self, input_ids: Tensor, positions: Tensor, cache: RowCache, logits_at: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        cache: RowCache,
+        logits_at: Tensor | None = None,
+        branches: Branches | None = None,
     ) -> tuple[Tensor, Sequence[Tensor]]:
         """Run [R, T] int64 tokens at `positions` [R, T] and write them to the cache.
+
+        Every token is kept at its position and sees all up to it, unless `branches` say otherwise.
 
         Returns:
             Logits [R, T, V], or [R, 1, V] of column `logits_at` [R] of each row; K x [R, T, H] features.

@@ -20,8 +20,9 @@ from torch import Tensor
 from helixctl.decoding.confidence import Confidence, worth_verifying
 from helixctl.decoding.decoded import Decoded, DecodeOptions, Finish, clip
 from helixctl.decoding.greedy import accepted_drafts, best_tokens, margins
-from helixctl.decoding.policy import Choose, DecodeTarget, DraftCall, DraftPolicy
+from helixctl.decoding.policy import Choose, DecodeTarget, DraftCall, DraftPolicy, TreePolicy
 from helixctl.decoding.sampling import SampledBlock, sample_tokens
+from helixctl.decoding.tree import TreeShape, cycle_span, draft_tree, tree_policy, tree_shape, verify_tree
 
 PREFILL_TOKENS = 16384
 """Tokens per prefill call, padding included: bounds the activations of a batch of long prompts."""
@@ -141,7 +142,9 @@ class RowBatch:
         self._policy = policy
         self._options = options
         self._block_size = block_size
-        self._max_len = max_len + block_size
+        self._max_len = max_len + cycle_span(options, block_size)
+        self._tree_policy = None if policy is None else tree_policy(options, policy)
+        self._tree_shape = tree_shape(options, block_size)
         self._cache = target.new_cache(num_rows, self._max_len)
         if policy is not None:
             policy.start(num_rows, self._max_len)
@@ -199,6 +202,9 @@ class RowBatch:
     @torch.no_grad()
     def cycle(self) -> None:
         """Draft a block in every row, verify all in one forward of the target, emit what was accepted and the bonus."""
+        if self._tree_policy is not None and self._tree_shape is not None:
+            self._tree_cycle(self._tree_policy, self._tree_shape)
+            return
         rows = self.rows
         starts = self._tensor([row.start for row in rows])
         lanes = self._tensor([row.lane for row in rows])
@@ -227,6 +233,25 @@ class RowBatch:
                 told = drafts.told[i] if drafts.told is not None else None
                 gap = gaps[i] if gaps else ()
                 row.emit(tokens[: kept + 1], gap, self._options.stop_ids, drafts.counts[i], told)
+
+    def _tree_cycle(self, policy: TreePolicy, shape: TreeShape) -> None:
+        """As `cycle`, with a tree of drafts per row. Trees keep their shape near an answer's end."""
+        rows, block = self.rows, self._sampled_block()
+        lanes = self._tensor([row.lane for row in rows])
+        places = [lane.start for lane in self._lanes]
+        anchors, starts = self._tensor([lane.anchor for lane in self._lanes]), self._tensor(places)  # [L]
+        next_logits = policy.branch(anchors, starts, DraftCall(shape.block_size, best_tokens, max(places)))
+        tree = draft_tree(anchors, next_logits, shape).take(lanes)
+        self._cache.expect(max(row.start for row in rows) + tree.tokens.shape[1])
+        choose = best_tokens if block is None else lambda logits: block.answer(logits, tree.depths, lanes)
+        verified = verify_tree(self._target, self._cache, tree, starts[lanes], choose)
+        valid = torch.arange(shape.block_size, device=lanes.device) <= verified.num_accepted[:, None]
+        self._extend(verified.features, verified.positions, valid, rows)
+        host = torch.cat([verified.num_accepted[:, None], verified.tokens], dim=1).tolist()  # the cycle's one sync
+        for row, (accepted, *tokens) in zip(rows, host, strict=True):
+            if row.finish is None:
+                kept = min(accepted, row.room - 1)
+                row.emit(tokens[: kept + 1], (), self._options.stop_ids, shape.block_size - 1)
 
     def _drafts(self, block: SampledBlock | None, lanes: Tensor) -> _Drafts:
         """Draft in all lanes: whole blocks, or what of each row's is worth verifying."""

@@ -137,6 +137,19 @@ class SampledBlock:
         drawn = torch.cat(self._drawn, dim=1)[lanes, :num_drafts] if num_drafts else target[:, :0]
         return judge_drafts(target, drawn, drafts, uniforms, limits)
 
+    def answer(self, logits: Tensor, depths: Tensor, lanes: Tensor) -> Tensor:
+        """What the target draws behind every node of a tree: nodes of one depth share a number, a path has one of each.
+
+        Args:
+            logits: Of the target, [R, T, V].
+            depths: [R, T] int64, below B.
+            lanes: [R] int64, each row's lane.
+
+        Returns:
+            Tokens [R, T] int64.
+        """
+        return draw(probabilities(logits, self._sampling), self._to_judge[lanes].gather(1, depths))
+
 
 def sample_tokens(logits: Tensor, sampling: Sampling, generators: Sequence[random.Random]) -> Tensor:
     """Sample [R] int64 from logits [R, V] with one uniform number per row, from the row's own generator."""

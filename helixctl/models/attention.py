@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from helixctl.data.batch import MicroBatch
+from helixctl.decoding.policy import Branches
 from helixctl.errors import ModelError
 from helixctl.models.flex import FlexCall, FlexPacking
 from helixctl.models.scores import Scores, as_bias, masked_attention, product_attention, visible
@@ -197,12 +198,16 @@ class DensePacking:
 
 
 class DecodeRule:
-    """A query at position p sees the cached keys at 0..p of its own row (and within the window)."""
+    """A query at position p sees the cached keys at 0..p of its own row (and within the window).
 
-    def __init__(self, positions: Tensor, length: int) -> None:
+    With ``branches`` it sees of the new tokens its ancestors only, which are held elsewhere than at their positions.
+    """
+
+    def __init__(self, positions: Tensor, length: int, branches: Branches | None = None) -> None:
         self.num_calls = 0
         self._positions = positions  # [R, T]
         self._length = length
+        self._branches = branches
         self._masks: dict[int | None, Tensor] = {}
         self._biases: dict[tuple[int | None, int, int], Tensor] = {}
 
@@ -218,8 +223,22 @@ class DecodeRule:
         """Bool [R, 1, T, L]."""
         if window not in self._masks:
             keys = torch.arange(self._length, device=self._positions.device)
-            self._masks[window] = visible(self._positions[:, :, None], keys, window)[:, None]
+            self._masks[window] = self._visible(keys, window)[:, None]
         return self._masks[window]
+
+    def _visible(self, keys: Tensor, window: int | None) -> Tensor:
+        """Bool [R, T, L] for the places [L] of the keys."""
+        positions, branches = self._positions, self._branches
+        if branches is None:
+            return visible(positions[:, :, None], keys, window)
+        num_new = positions.shape[1]
+        index = keys - branches.places[:, :1]  # [R, L], which of the new tokens it is
+        new = (index >= 0) & (index < num_new)
+        index, context = index.clamp(0, num_new - 1), index < 0
+        ancestors = branches.ancestors.gather(2, index[:, None].expand(-1, num_new, -1))  # [R, T, L]
+        key_positions = torch.where(new, positions.gather(1, index), keys)  # [R, L]
+        near = visible(positions[:, :, None], key_positions[:, None], window)
+        return near & (context[:, None] | (new[:, None] & ancestors))
 
     def _bias(self, window: int | None, group: int, num_pairs: int, dtype: torch.dtype) -> Tensor:
         """[R * G, group * T, L], made once per step."""

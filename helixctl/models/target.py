@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from helixctl.data.batch import MicroBatch
 from helixctl.decoding.cache import RaggedCache
-from helixctl.decoding.policy import RowCache
+from helixctl.decoding.policy import Branches, RowCache
 from helixctl.errors import ModelError
 from helixctl.models import attention, loading
 from helixctl.models.facts import TargetFacts, read_target_facts
@@ -158,7 +158,12 @@ class Target:
 
     @torch.no_grad()
     def decode_step(
-        self, input_ids: Tensor, positions: Tensor, cache: RowCache, logits_at: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        cache: RowCache,
+        logits_at: Tensor | None = None,
+        branches: Branches | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Run new tokens of ragged rows through the whole model and write them to the cache.
 
@@ -167,6 +172,7 @@ class Target:
             positions: [R, T] int64; a row's tokens see its cached positions up to their own.
             cache: From ``new_cache``.
             logits_at: [R] int64, the one column of each row whose logits are wanted.
+            branches: Where the cache holds them and what they see of each other, if they do not form a line.
 
         Returns:
             Logits [R, T, V] (with ``logits_at`` [R, 1, V]) in the target's dtype, and K features [R, T, H].
@@ -177,8 +183,12 @@ class Target:
                 f"{self.facts.model_type} keeps a recurrent state, which cannot be rolled back",
                 fix="live decoding is not available for this target; set validation.live_prompts: 0",
             )
-        length = cache.at(positions)
-        rule = RuleByDevice(lambda device: attention.DecodeRule(positions.to(device), length))
+        length = cache.at(positions if branches is None else branches.places)
+        rule = RuleByDevice(
+            lambda device: attention.DecodeRule(
+                positions.to(device), length, None if branches is None else branches.to(device)
+            )
+        )
         capture = _Capture(frozenset(self.taps), stop=False)
         with attention.attending(rule), self._capturing(capture):
             arguments = {self._cache_argument: cache, "use_cache": True}

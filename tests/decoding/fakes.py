@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import zlib
+from dataclasses import replace
 
 import torch
 
@@ -23,6 +24,9 @@ class FakeCache:
 
     def put(self, rows, other, taken=None):
         self.ids[rows, : other.ids.shape[1]] = other.ids if taken is None else other.ids[taken]
+
+    def move(self, sources, places):
+        self.ids.scatter_(1, places, self.ids.gather(1, sources))
 
     def expect(self, length):
         assert length <= self.ids.shape[1]
@@ -55,16 +59,20 @@ class FakeTarget:
     def new_cache(self, num_rows, max_len):
         return FakeCache(num_rows, max_len)
 
-    def decode_step(self, input_ids, positions, cache, logits_at=None):
+    def decode_step(self, input_ids, positions, cache, logits_at=None, branches=None):
         assert input_ids.shape == positions.shape and input_ids.shape[0] == cache.ids.shape[0]
         self.calls.append(tuple(input_ids.shape))
-        assert getattr(cache, "expected", None) in (None, int(positions.max()) + 1)
-        cache.ids.scatter_(1, positions, input_ids)
+        places = positions if branches is None else branches.places
+        assert getattr(cache, "expected", None) in (None, int(places.max()) + 1)
+        cache.ids.scatter_(1, places, input_ids)
         next_ids = torch.zeros_like(input_ids)
         for r, row in enumerate(positions.tolist()):
             for t, position in enumerate(row):
                 prefix = cache.ids[r, : position + 1].tolist()
-                assert HOLE not in prefix
+                if branches is not None:
+                    start, own = int(places[r, 0]), places[r, branches.ancestors[r, t]]
+                    prefix = [*cache.ids[r, :start].tolist(), *cache.ids[r, own].tolist()]
+                assert HOLE not in prefix and len(prefix) == position + 1
                 next_ids[r, t] = self.next_token(prefix)
         logits = torch.nn.functional.one_hot(next_ids, self.vocab_size).float()
         features = torch.stack([positions, input_ids, next_ids], dim=-1).float()
@@ -76,10 +84,11 @@ class FakeTarget:
 class SteadyFake(FakeTarget):
     """For the decoder of fixed shapes: steps say where a row ends, not where its tokens do."""
 
-    def decode_step(self, input_ids, positions, cache, logits_at=None):
-        assert int(positions.max()) < cache.expected <= cache.ids.shape[1]
+    def decode_step(self, input_ids, positions, cache, logits_at=None, branches=None):
+        places = positions if branches is None else branches.places
+        assert int(places.max()) < cache.expected <= cache.ids.shape[1]
         cache.expected = None
-        return super().decode_step(input_ids, positions, cache, logits_at)
+        return super().decode_step(input_ids, positions, cache, logits_at, branches)
 
 
 class FakePolicy:
@@ -146,6 +155,21 @@ class TellingPolicy(FakePolicy):
         return [round(min(1.0, 1.2 * numbers.random()), 1) for _ in range(self.block_size - 1)]
 
 
+class FakeTreePolicy(FakePolicy):
+    """Puts `weight` on what it would draft, and small random weights on the rest."""
+
+    def __init__(self, *of_chains, weight=1.0):
+        super().__init__(*of_chains)
+        self.weight = weight
+        self.generator = torch.Generator().manual_seed(0)
+
+    def branch(self, anchor_ids, positions, call):
+        chosen: list[torch.Tensor] = []
+        self.draft(anchor_ids, positions, replace(call, choose=chosen.append))
+        logits = chosen[0] * self.weight + torch.rand(chosen[0].shape, generator=self.generator)
+        return lambda slot, tokens: logits[:, slot, None]
+
+
 class ChainTarget:
     """Really random: the next token's logits hang on the last two tokens. Many rows cost little."""
 
@@ -158,9 +182,13 @@ class ChainTarget:
     def new_cache(self, num_rows, max_len):
         return FakeCache(num_rows, max_len)
 
-    def decode_step(self, input_ids, positions, cache, logits_at=None):
-        cache.ids.scatter_(1, positions, input_ids)
+    def decode_step(self, input_ids, positions, cache, logits_at=None, branches=None):
+        cache.ids.scatter_(1, positions if branches is None else branches.places, input_ids)
         before = cache.ids.gather(1, (positions - 1).clamp(min=0))
+        if branches is not None:  # the nearest ancestor is the last of them
+            index = torch.arange(input_ids.shape[1])
+            parents = (branches.ancestors.long() * index).masked_fill(index == index[:, None], 0).amax(-1)
+            before = torch.cat([before[:, :1], input_ids.gather(1, parents)[:, 1:]], dim=1)
         assert (before != HOLE).all()
         logits = self.table[before, input_ids]
         if logits_at is not None:
@@ -204,6 +232,11 @@ class ChainPolicy:
                 call.tell(self.sure[slot, drafts[-1]][:, None])
             drafts.append(call.choose(self.table[slot, drafts[-1]][:, None])[:, 0])
         return torch.stack(drafts[1:], dim=1)
+
+    def branch(self, anchor_ids, positions, call):
+        if not self.one_by_one:
+            return lambda slot, tokens: self.table[slot, anchor_ids][:, None]
+        return lambda slot, tokens: self.table[slot, tokens]
 
 
 def perfect(rng, j):

@@ -63,8 +63,8 @@ class NoisyTarget(FakeTarget):
 
     noise = 0.25
 
-    def decode_step(self, input_ids, positions, cache, logits_at=None):
-        logits, features = super().decode_step(input_ids, positions, cache, logits_at)
+    def decode_step(self, input_ids, positions, cache, logits_at=None, branches=None):
+        logits, features = super().decode_step(input_ids, positions, cache, logits_at, branches)
         if input_ids.shape[1] > 1 and logits_at is None:
             logits += self.noise * logits
         return logits, features
@@ -81,8 +81,8 @@ def test_noise_of_a_row_alone_counts():
     """Products of one row are the ones that round differently on a CPU; a batch shrinks to one row at its end."""
 
     class NoisyAlone(FakeTarget):
-        def decode_step(self, input_ids, positions, cache, logits_at=None):
-            logits, features = super().decode_step(input_ids, positions, cache, logits_at)
+        def decode_step(self, input_ids, positions, cache, logits_at=None, branches=None):
+            logits, features = super().decode_step(input_ids, positions, cache, logits_at, branches)
             if input_ids.shape == (1, 1):
                 logits += 0.75 * logits
             return logits, features
@@ -94,8 +94,8 @@ def test_noise_of_the_prefill_and_of_every_row_alone_counts():
     """Two decodes of the same prompts need not prefill the same ones together."""
 
     class NoisyPrefill(FakeTarget):
-        def decode_step(self, input_ids, positions, cache, logits_at=None):
-            logits, features = super().decode_step(input_ids, positions, cache, logits_at)
+        def decode_step(self, input_ids, positions, cache, logits_at=None, branches=None):
+            logits, features = super().decode_step(input_ids, positions, cache, logits_at, branches)
             if logits_at is not None and input_ids.tolist() == [last]:
                 logits += 0.5 * logits
             return logits, features
@@ -106,8 +106,8 @@ def test_noise_of_the_prefill_and_of_every_row_alone_counts():
 
 def test_noise_ignores_what_lies_beyond_an_answer():
     class NoisyLate(NoisyTarget):
-        def decode_step(self, input_ids, positions, cache, logits_at=None):
-            logits, features = FakeTarget.decode_step(self, input_ids, positions, cache, logits_at)
+        def decode_step(self, input_ids, positions, cache, logits_at=None, branches=None):
+            logits, features = FakeTarget.decode_step(self, input_ids, positions, cache, logits_at, branches)
             if input_ids.shape[1] > 1 and logits_at is None:
                 logits += torch.where(positions >= 3, 9.0, 0.0).unsqueeze(-1) * logits
             return logits, features

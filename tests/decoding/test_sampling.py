@@ -194,8 +194,8 @@ def test_a_drafter_that_knows_the_target_is_always_kept():
             """Block size 2, so the token before an anchor is the prompt's last, then the anchor's predecessor."""
 
     class Told(ChainTarget):
-        def decode_step(self, input_ids, positions, cache, logits_at=None):
-            out = super().decode_step(input_ids, positions, cache, logits_at)
+        def decode_step(self, input_ids, positions, cache, logits_at=None, branches=None):
+            out = super().decode_step(input_ids, positions, cache, logits_at, branches)
             self.cache = cache
             return out
 

@@ -99,9 +99,9 @@ def test_what_cannot_be_is_refused():
 @pytest.mark.parametrize("one_by_one", [False, True])
 def test_samples_weigh_what_enumeration_says(one_by_one):
     class Bounded(ChainTarget):
-        def decode_step(self, input_ids, positions, cache, logits_at=None):
+        def decode_step(self, input_ids, positions, cache, logits_at=None, branches=None):
             cache.ids.clamp_(min=0)  # rows that are not in use have nothing before them
-            return super().decode_step(input_ids, positions, cache, logits_at)
+            return super().decode_step(input_ids, positions, cache, logits_at, branches)
 
     how, policy = Sampling(0.8), ChainPolicy(one_by_one=one_by_one)
     expected = ChainTarget().sequence_probabilities(PROMPT, 4, lambda logits: probabilities(logits, how))

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from helixctl.decoding.policy import DraftCall
+from helixctl.decoding.policy import DraftCall, NextLogits
 from helixctl.models.drafters._attention import KeyValue
 from helixctl.models.drafters._head import head_logits, make_head
 from helixctl.models.drafters.dflash.model import DFlashDraftModel
@@ -54,6 +54,15 @@ class DFlashPolicy:
     def draft(self, anchor_ids: Tensor, positions: Tensor, call: DraftCall) -> Tensor:
         """Tokens [R, call.size - 1] that follow ``anchor_ids`` [R], which stand at ``positions`` [R]."""
         return call.choose(self.draft_logits(anchor_ids, positions, size=call.size, length=call.length))
+
+    def branch(self, anchor_ids: Tensor, positions: Tensor, call: DraftCall) -> NextLogits:
+        """A tree's candidates: those of a slot are the same behind all candidates of the slot before.
+
+        The slots of one parallel forward hold mask tokens, whatever is chosen for them, so their distributions are all
+        that it gives, with causal blocks and without.
+        """
+        logits = self.draft_logits(anchor_ids, positions, size=call.size, length=call.length)
+        return lambda slot, tokens: logits[:, slot, None]
 
     @torch.no_grad()
     def draft_logits(
