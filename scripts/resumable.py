@@ -97,9 +97,9 @@ class Session:
                 self.succeeded.add(line["name"])
             with self._out.open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps(line) + "\n")
-            print(
-                f"== {line['name']}: exit code {line['exit_code']}, {line['seconds']} s\n{line['output']}", flush=True
-            )
+            said = line["output"].rstrip()
+            print(f"== {line['name']}: exit code {line['exit_code']}, {line['seconds']} s")
+            print(said if line["exit_code"] else said.rpartition("\n")[2], flush=True)
 
     def _succeeded_before(self) -> set[str]:
         lines = [json.loads(text) for text in self._out.read_text("utf-8").splitlines()] if self._out.exists() else []
