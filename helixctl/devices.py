@@ -1,16 +1,20 @@
-"""Which devices the loops of a process run on: from the recipe, or shared out. Never imports torch."""
+"""What the loops of a process run on: devices, from the recipe or shared out, CPU threads, precision. No torch."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Literal
 
 from helixctl.errors import Problem
 from helixctl.machine import Machine
-from helixctl.recipe.schema import PipelineOptions, TargetSpan
+from helixctl.recipe.schema import LoopOptions, PipelineOptions, StepOptions, TargetOptions, TargetSpan
 
 _DEVICE = re.compile(r"^(cpu|cuda:\d+)$")
 
+_FEW_CPUS = 4
+
+DtypeName = Literal["bfloat16", "float16", "float32"]
 Spans = tuple[tuple[str, ...], ...]
 """Devices of each target loop, in the order of the layers."""
 
@@ -92,3 +96,31 @@ def check_devices(pipeline: PipelineOptions, machine: Machine) -> Iterator[Probl
     if len(set(given)) > len(set(homes(given))):
         message = "two targets end on one device and begin on others"
         yield Problem("pipeline.targets", message, fix="give loops that share their last device the same devices")
+
+
+def stage_threads(pipeline: LoopOptions, machine: Machine, num_stages: int) -> int:
+    """CPU threads of each of the ``num_stages`` compute stages of a process, which has its share of the host's cores.
+
+    With few cores every stage uses all of them: waiting threads sleep, so the kernel interleaves the stages.
+    """
+    if pipeline.threads != "auto":
+        return pipeline.threads
+    cores = machine.own_cpus
+    return cores if cores <= _FEW_CPUS else max(1, cores // num_stages)
+
+
+def target_dtype(target: TargetOptions, stored: str, devices: tuple[str, ...], machine: Machine) -> DtypeName:
+    """The precision of a frozen target whose weights are ``stored`` in that one."""
+    if target.dtype != "auto":
+        return target.dtype
+    kept: DtypeName = "float32" if stored == "float32" else "float16" if stored == "float16" else "bfloat16"
+    if "cpu" in devices and kept != "float32":
+        return "bfloat16" if machine.has_bf16_cpu else "float32"
+    return kept
+
+
+def compute_dtype(train: StepOptions, devices: tuple[str, ...], machine: Machine) -> DtypeName:
+    """The precision of matrix products in training."""
+    if train.compute_dtype != "auto":
+        return train.compute_dtype
+    return "float32" if "cpu" in devices and not machine.has_bf16_cpu else "bfloat16"

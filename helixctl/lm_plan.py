@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from helixctl.devices import DtypeName, compute_dtype, stage_threads
 from helixctl.errors import Problem, RecipeError
 from helixctl.machine import Machine, World
-from helixctl.memory import CUDA_LINE, PROCESS_BYTES, MemoryLine, memory_problems, memory_warnings
+from helixctl.memory import CUDA_LINE, PROCESS_LINE, MemoryLine, memory_problems, memory_warnings
 from helixctl.models.facts import DTYPE_BYTES, TargetFacts, read_model_facts, target_parameters
-from helixctl.plan import DtypeName, Plan, check_pass_rows, make_plan, stage_threads
+from helixctl.plan import Plan, check_pass_rows, make_plan
 from helixctl.recipe.causal_lm import CausalLMRecipe, StageOptions, stage_data
 from helixctl.recipe.load import AnyRecipe
 
@@ -150,7 +151,7 @@ def make_lm_plan(recipe: CausalLMRecipe, machine: Machine) -> CausalLMPlan:
     counts = _count(recipe)
     stages = _plan_stages(recipe, counts, rows_per_step)
     _refuse([*_check_stages(recipe, model, stages, counts)])
-    memory = _estimate_memory(recipe, model, devices, _compute_dtype(recipe, devices, machine))
+    memory = _estimate_memory(recipe, model, devices, machine)
     known = [*{c.fingerprint: c for c in counts if c is not None}.values()]  # stages may share a store
     steps = [stage.num_steps for stage in stages]
     slots = recipe.pipeline.slots
@@ -171,7 +172,7 @@ def make_lm_plan(recipe: CausalLMRecipe, machine: Machine) -> CausalLMPlan:
         validation_documents=sum(c.validation_documents for c in known) if known else None,
         supervised_share=known[0].supervised_share if known else None,
         mix=tuple(line for c in known for line in c.mix),
-        compute_dtype=_compute_dtype(recipe, devices, machine),
+        compute_dtype=compute_dtype(recipe.train, devices, machine),
         parameters=_parameters(model),
         flops_per_token=_flops_per_token(model, recipe.data.seq_len),
         memory=memory,
@@ -288,12 +289,6 @@ def _validation_batches(recipe: CausalLMRecipe, counts: list[WindowCounts], num_
     return math.ceil(rows / recipe.train.micro_batch_rows / num_trainers) * num_trainers
 
 
-def _compute_dtype(recipe: CausalLMRecipe, devices: tuple[str, ...], machine: Machine) -> DtypeName:
-    if recipe.train.compute_dtype != "auto":
-        return recipe.train.compute_dtype
-    return "float32" if "cpu" in devices and not machine.has_bf16_cpu else "bfloat16"
-
-
 def _parameters(model: TargetFacts) -> int:
     return target_parameters(model) + (2 * model.num_layers + 1) * model.hidden_size
 
@@ -308,9 +303,9 @@ def _flops_per_token(model: TargetFacts, seq_len: int) -> float | None:
 
 
 def _estimate_memory(
-    recipe: CausalLMRecipe, model: TargetFacts, devices: tuple[str, ...], dtype: DtypeName
+    recipe: CausalLMRecipe, model: TargetFacts, devices: tuple[str, ...], machine: Machine
 ) -> tuple[MemoryLine, ...]:
-    train, size, lines = recipe.train, DTYPE_BYTES[dtype], []
+    train, size, lines = recipe.train, DTYPE_BYTES[compute_dtype(recipe.train, devices, machine)], []
     rows = train.micro_batch_rows if train.pass_rows == "auto" else train.pass_rows
     tokens = rows * recipe.data.seq_len
     chunk = min(tokens, _HEAD_CHUNK_ROWS) * model.vocab_size
@@ -325,7 +320,7 @@ def _estimate_memory(
         lines.append(MemoryLine(device, "activations", kept, "train.micro_batch_rows", _FEWER_ROWS))
         lines.append(MemoryLine(device, "head, in chunks", loops * head))
         lines.append(
-            MemoryLine(device, "the process itself", PROCESS_BYTES)
+            MemoryLine(device, PROCESS_LINE, machine.process_bytes)
             if on_cpu
             else MemoryLine(device, CUDA_LINE, _CUDA_CONTEXT_BYTES)
         )

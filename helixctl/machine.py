@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from helixctl import cgroups
 from helixctl.errors import UsageError
 
+CPU_BUILD_BYTES, CUDA_BUILD_BYTES = 385 << 20, 690 << 20
+"""Main memory of a process that has Python, torch and transformers loaded and has run a tiny model on the CPU: torch
+2.13 for CPUs 381 MiB, torch 2.11 for CUDA 688 MiB, whose libraries are loaded with or without a GPU."""
 _WORLD_DEFAULTS = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 
 
@@ -51,6 +56,13 @@ class Machine:
     """The processor multiplies bfloat16 matrices (avx512_bf16 or amx_bf16)."""
     world: World = World()
     """This process among those that train together."""
+    process_bytes: int = CPU_BUILD_BYTES
+    """Main memory that a process takes before anything of a run is there."""
+
+    @property
+    def own_cpus(self) -> int:
+        """Cores of this process: an equal share, at least one."""
+        return max(1, self.num_cpus // self.world.local_size)
 
     @property
     def own_gpus(self) -> tuple[str, ...]:
@@ -68,6 +80,7 @@ def read_machine(root: Path = Path("/")) -> Machine:
         gpus=_read_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")),
         has_bf16_cpu=_has_bf16(root),
         world=read_world(os.environ),
+        process_bytes=_process_bytes(importlib.util.find_spec("torch")),
     )
 
 
@@ -109,6 +122,13 @@ def _total_memory_bytes(root: Path) -> int:
             total = int(line.split()[1]) * 1024
     limit = cgroups.memory_limit_bytes(root)
     return total if limit is None else min(total, limit)
+
+
+def _process_bytes(torch: ModuleSpec | None) -> int:
+    """By the build of torch, which is looked at and not imported."""
+    folders = torch.submodule_search_locations if torch is not None else None
+    for_cuda = any((Path(folder) / "lib" / "libtorch_cuda.so").exists() for folder in folders or ())
+    return CUDA_BUILD_BYTES if for_cuda else CPU_BUILD_BYTES
 
 
 def _has_bf16(root: Path) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from helixctl.devices import DtypeName
 from helixctl.errors import Problem
 from helixctl.machine import Machine
 from helixctl.models.drafters._memory import StepBytes
@@ -19,8 +20,8 @@ CUDA_LINE = "CUDA context and workspace"
 """The line that torch's own count of allocated bytes does not hold."""
 _CUDA_CONTEXT_BYTES = 1 << 30
 """Driver context, libraries' workspaces and the allocator's slack."""
-PROCESS_BYTES = 400 << 20
-"""Python, torch, transformers and what their kernels keep on a CPU, measured after runs of tiny and small targets."""
+PROCESS_LINE = "the process itself"
+"""Python and its libraries: ``Machine.process_bytes``."""
 _CPU_CHUNK_ROWS = 512
 """Slots whose logits validation computes at once on a CPU."""
 _LIVE_PROMPTS, _LIVE_TOKENS = 8, 48
@@ -57,7 +58,7 @@ class Load:
     target_spans: tuple[tuple[str, ...], ...]
     """Devices of each target loop, in the order of its layers; features come out on the last."""
     drafter_devices: tuple[str, ...]
-    target_dtype: str
+    target_dtype: DtypeName
     rows: int
     pass_rows: int
     """Of a drafter's forward and backward."""
@@ -76,8 +77,12 @@ class Load:
     """Features are read from disk: no target is loaded."""
     validation: ValidationOptions | None = None
     """What is validated and decoded between steps."""
-    cache_bytes: int = 0
+    cache_limit_bytes: int = 0
     """Of one target loop's cache of features."""
+    seen_tokens: int | None = None
+    """Of the documents that one target loop sees, each once; None where that is unknown."""
+    process_bytes: int = 0
+    """Main memory of a process before anything of the run is there."""
     num_processes: int = 1
     """Processes that add up gradients."""
 
@@ -101,11 +106,20 @@ class Load:
         return (4 + _MOMENT_BYTES) * self.parameters + 4 * self.frozen_parameters
 
     @property
+    def token_bytes(self) -> int:
+        """Features of one token: K x [H], and the last hidden state where it is captured."""
+        return (self.num_taps + self.last_hidden) * self.target.hidden_size * self.element_bytes
+
+    @property
     def feature_bytes(self) -> int:
-        """Of one micro-batch: K x [R, S, H], and the last hidden state where it is captured."""
-        return (
-            (self.num_taps + self.last_hidden) * self.rows * self.seq_len * self.target.hidden_size * self.element_bytes
-        )
+        """Of one micro-batch, R x S tokens."""
+        return self.rows * self.seq_len * self.token_bytes
+
+    @property
+    def cache_bytes(self) -> int:
+        """What one target loop keeps of the documents that it has seen."""
+        known = self.cache_limit_bytes if self.seen_tokens is None else self.seen_tokens * self.token_bytes
+        return min(self.cache_limit_bytes, known)
 
 
 def estimate_memory(load: Load) -> tuple[MemoryLine, ...]:
@@ -153,6 +167,11 @@ def predicted_peaks(lines: Iterable[MemoryLine]) -> dict[str, int]:
     return peaks
 
 
+def process_share(lines: Iterable[MemoryLine]) -> int:
+    """Bytes of the prediction that are there before anything of the run is; 0 where no CPU trains."""
+    return sum(line.num_bytes for line in lines if line.name == PROCESS_LINE)
+
+
 def _needs(lines: tuple[MemoryLine, ...], machine: Machine) -> Iterator[tuple[str, int, int]]:
     for device in dict.fromkeys(line.device for line in lines):
         needed = sum(line.num_bytes for line in lines if line.device == device)
@@ -176,7 +195,7 @@ def _on_device(load: Load, device: str) -> Iterator[MemoryLine]:
         yield from _drafter_lines(load, device)
     if device == "cpu":
         yield MemoryLine(device, "validation and live decoding", _between_steps(load))
-        yield MemoryLine(device, "the process itself", PROCESS_BYTES)
+        yield MemoryLine(device, PROCESS_LINE, load.process_bytes)
     else:
         yield MemoryLine(device, CUDA_LINE, _CUDA_CONTEXT_BYTES)
 
@@ -212,8 +231,7 @@ def _target_lines(load: Load, device: str) -> Iterator[MemoryLine]:
 def _drafter_lines(load: Load, device: str) -> Iterator[MemoryLine]:
     target, count, step = load.target, load.drafter_devices.count(device), load.step[device]
     if load.stored or device not in load.target_devices:
-        tables = target.vocab_size * target.hidden_size * (1 if target.tie_word_embeddings else 2)
-        yield MemoryLine(device, "embedding and head", tables * load.element_bytes)
+        yield MemoryLine(device, "embedding and head", table_parameters(target) * load.element_bytes)
     layers = "drafter.num_layers", "lower drafter.num_layers or drafter.intermediate_size"
     masters = _MASTER_BYTES * load.parameters + _MASTER_BYTES // 2 * load.frozen_parameters  # these have no gradient
     yield MemoryLine(device, "drafter masters and gradients", count * masters, *layers)

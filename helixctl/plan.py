@@ -8,9 +8,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from helixctl.devices import Spans, check_devices, homes, make_spans
+from helixctl.devices import (
+    DtypeName,
+    Spans,
+    check_devices,
+    compute_dtype,
+    homes,
+    make_spans,
+    stage_threads,
+    target_dtype,
+)
 from helixctl.errors import Problem, RecipeError
 from helixctl.machine import Machine, World
 from helixctl.memory import Load, MemoryLine, device_bytes, estimate_memory, memory_problems, memory_warnings
@@ -19,17 +28,14 @@ from helixctl.models.drafters._parts import count_frozen, freeze_problems
 from helixctl.models.facts import DTYPE_BYTES, TargetFacts, read_target_facts
 from helixctl.models.taps import choose_taps
 from helixctl.plugins import DRAFTERS, load_plugin
-from helixctl.recipe.schema import DrafterOptions, LoopOptions, Recipe, StepOptions
+from helixctl.recipe.schema import DrafterOptions, Recipe, StepOptions
 
 if TYPE_CHECKING:
     from helixctl.data.count import DataCounts
     from helixctl.data.store import MixLine
 
-_FEW_CPUS = 4
 _PASS_SHARE = 0.1
 """Of a GPU's memory. More rows at once are hardly faster: 8B shape, 4 rows 520 ms, 2 rows 527 ms, 1 row 543 ms."""
-
-DtypeName = Literal["bfloat16", "float16", "float32"]
 
 
 @dataclass(frozen=True)
@@ -132,18 +138,17 @@ def make_plan(recipe: Recipe, machine: Machine) -> Plan:
 
     Raises:
         RecipeError: options that do not fit the target, the machine or the store; all of them, by key.
-        ModelError: the target's configuration cannot be read or is not supported.
-        DataError: the store is torn.
+        ModelError, DataError: the target cannot be read or is not supported; the store is torn.
     """
     target = read_target_facts(recipe.target)
     taps, problems = choose_taps(recipe.drafter, target)
     _refuse([*problems, *_check_drafter(recipe, target, taps), *check_devices(recipe.pipeline, machine)])
     counts = _count_data(recipe, packing := recipe.data.packing and not target.recurrent)
     spans, drafters = make_spans(recipe.pipeline, machine, stored=recipe.target.features is not None)
-    num_drafters, batches_per_step, rows_per_step = _step_size(recipe, machine, drafters)
-    total_steps = _total_steps(recipe, counts, rows_per_step)
-    load = _make_load(recipe, target, (spans, drafters), machine)
-    _refuse([*_check_data(recipe, target, counts, total_steps), *_check_features(recipe, taps, load)])
+    steps = _count_steps(recipe, counts, machine.world.size * len(drafters))
+    seen = _seen_tokens(recipe, counts, steps, len(spans) * machine.world.size)
+    load = _make_load(recipe, target, (spans, drafters), machine, seen)
+    _refuse([*_check_data(recipe, target, counts, steps.total), *_check_features(recipe, taps, load)])
     return Plan(
         recipe=recipe,
         target=target,
@@ -156,20 +161,20 @@ def make_plan(recipe: Recipe, machine: Machine) -> Plan:
         threads=stage_threads(recipe.pipeline, machine, len(spans) + len(drafters)),
         packing=packing,
         world=machine.world,
-        batches_per_step=batches_per_step,
-        rows_per_step=rows_per_step,
+        batches_per_step=steps.batches_each,
+        rows_per_step=steps.rows_each,
         pass_rows=load.pass_rows,
-        tokens_per_step=round(rows_per_step * (counts.tokens_per_row if counts else recipe.data.seq_len)),
-        total_steps=total_steps,
-        warmup_steps=None if total_steps is None else recipe.train.warmup_of(total_steps),
-        validation_batches=_validation_batches(recipe, counts, num_drafters),
+        tokens_per_step=round(steps.rows_each * (counts.tokens_per_row if counts else recipe.data.seq_len)),
+        total_steps=steps.total,
+        warmup_steps=None if steps.total is None else recipe.train.warmup_of(steps.total),
+        validation_batches=_validation_batches(recipe, counts, machine.world.size * len(drafters)),
         train_documents=counts.train_documents if counts else None,
         validation_documents=counts.validation_documents if counts else None,
         supervised_share=counts.supervised_share if counts else None,
         anchor_coverage=counts.anchor_coverage if counts else None,
         mix=counts.mix if counts else (),
-        target_dtype=_target_dtype(recipe, target, load.target_devices, machine),
-        compute_dtype=_compute_dtype(recipe, drafters, machine),
+        target_dtype=load.target_dtype,
+        compute_dtype=compute_dtype(recipe.train, drafters, machine),
         parameters=load.parameters,
         frozen_parameters=load.frozen_parameters,
         memory=(memory := estimate_memory(load)),
@@ -179,11 +184,18 @@ def make_plan(recipe: Recipe, machine: Machine) -> Plan:
     )
 
 
-def _step_size(recipe: Recipe, machine: Machine, drafters: tuple[str, ...]) -> tuple[int, int, int]:
-    """Drafters of all processes, and the micro-batches and rows that they take in one step."""
-    num_drafters = machine.world.size * len(drafters)
+class _Steps(NamedTuple):
+    batches_each: int  # of all drafters of all processes
+    rows_each: int
+    total: int | None
+
+
+def _count_steps(recipe: Recipe, counts: DataCounts | None, num_drafters: int) -> _Steps:
     num_batches = num_drafters * recipe.train.grad_accum_steps
-    return num_drafters, num_batches, num_batches * recipe.train.micro_batch_rows
+    num_rows, total = num_batches * recipe.train.micro_batch_rows, recipe.train.steps
+    if total is None and counts is not None:
+        total = counts.train_rows // num_rows
+    return _Steps(num_batches, num_rows, total)
 
 
 def _refuse(problems: list[Problem]) -> None:
@@ -196,12 +208,23 @@ def advised_slots(num_targets: int, num_drafters: int) -> int:
     return math.ceil((2 * num_targets + num_drafters) / num_drafters)
 
 
-def _make_load(recipe: Recipe, target: TargetFacts, devices: tuple[Spans, tuple[str, ...]], machine: Machine) -> Load:
+def _seen_tokens(recipe: Recipe, counts: DataCounts | None, steps: _Steps, num_loops: int) -> int | None:
+    """Tokens of the documents that one target loop sees in the whole run; None where that is unknown."""
+    if counts is None or steps.total is None:
+        return None
+    every, rows = recipe.validation.every_steps, recipe.validation.rows
+    passes = math.ceil(steps.total / every) if every else 0
+    return counts.seen_tokens(num_loops, steps.total * steps.rows_each, rows, passes)
+
+
+def _make_load(
+    recipe: Recipe, target: TargetFacts, devices: tuple[Spans, tuple[str, ...]], machine: Machine, seen: int | None
+) -> Load:
     spans, drafters = devices
     targets = homes(spans)
     options, slots = load_plugin(DRAFTERS, recipe.drafter.algorithm, "options"), recipe.pipeline.slots
     rows, seq_len = recipe.train.micro_batch_rows, recipe.data.seq_len
-    size, taps = DTYPE_BYTES[_compute_dtype(recipe, drafters, machine)], choose_taps(recipe.drafter, target)[0]
+    size, taps = DTYPE_BYTES[compute_dtype(recipe.train, drafters, machine)], choose_taps(recipe.drafter, target)[0]
     num_frozen = count_frozen(recipe.drafter, target, taps)
 
     def steps(num_rows: int) -> dict[str, StepBytes]:
@@ -213,7 +236,7 @@ def _make_load(recipe: Recipe, target: TargetFacts, devices: tuple[Spans, tuple[
         target=target,
         target_spans=spans,
         drafter_devices=drafters,
-        target_dtype=_target_dtype(recipe, target, targets, machine),
+        target_dtype=target_dtype(recipe.target, target.dtype, targets, machine),
         rows=rows,
         pass_rows=pass_rows,
         seq_len=seq_len,
@@ -224,8 +247,10 @@ def _make_load(recipe: Recipe, target: TargetFacts, devices: tuple[Spans, tuple[
         frozen_parameters=num_frozen,
         step=steps(pass_rows),
         validation=recipe.validation,
-        cache_bytes=recipe.target.feature_cache_mib << 20,
+        cache_limit_bytes=recipe.target.feature_cache_mib << 20,
+        seen_tokens=seen,
         num_processes=machine.world.size,
+        process_bytes=machine.process_bytes,
         stored=recipe.target.features is not None,
     )
 
@@ -290,12 +315,6 @@ def _count_data(recipe: Recipe, packing: bool) -> DataCounts | None:
     return count_data(recipe.data.store, options)
 
 
-def _total_steps(recipe: Recipe, counts: DataCounts | None, rows_per_step: int) -> int | None:
-    if recipe.train.steps is not None:
-        return recipe.train.steps
-    return None if counts is None else counts.train_rows // rows_per_step
-
-
 def _check_data(
     recipe: Recipe, target: TargetFacts, counts: DataCounts | None, total_steps: int | None
 ) -> Iterator[Problem]:
@@ -333,32 +352,6 @@ def _validation_batches(recipe: Recipe, counts: DataCounts | None, num_drafters:
     if counts is not None:
         rows = min(rows, counts.validation_rows)
     return math.ceil(rows / recipe.train.micro_batch_rows / num_drafters) * num_drafters
-
-
-def stage_threads(pipeline: LoopOptions, machine: Machine, num_stages: int) -> int:
-    """With few cores every stage uses all of them: waiting threads sleep, so the kernel interleaves the stages."""
-    if pipeline.threads != "auto":
-        return pipeline.threads
-    if machine.num_cpus <= _FEW_CPUS:
-        return machine.num_cpus
-    return max(1, machine.num_cpus // (num_stages * machine.world.local_size))
-
-
-def _target_dtype(recipe: Recipe, target: TargetFacts, devices: tuple[str, ...], machine: Machine) -> DtypeName:
-    if recipe.target.dtype != "auto":
-        return recipe.target.dtype
-    stored: DtypeName = (
-        "float32" if target.dtype == "float32" else "float16" if target.dtype == "float16" else "bfloat16"
-    )
-    if "cpu" in devices and stored != "float32":
-        return "bfloat16" if machine.has_bf16_cpu else "float32"
-    return stored
-
-
-def _compute_dtype(recipe: Recipe, devices: tuple[str, ...], machine: Machine) -> DtypeName:
-    if recipe.train.compute_dtype != "auto":
-        return recipe.train.compute_dtype
-    return "float32" if "cpu" in devices and not machine.has_bf16_cpu else "bfloat16"
 
 
 def _data_warnings(recipe: Recipe, target: TargetFacts, counts: DataCounts | None) -> Iterator[str]:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helixctl.devices import make_devices
+from helixctl.devices import make_devices, stage_threads
 from helixctl.errors import ModelError, RecipeError
 from helixctl.lm_plan import make_any_plan
 from helixctl.machine import Gpu, Machine, World
@@ -184,6 +184,15 @@ def test_float16_checkpoints_compute_in_bfloat16_on_a_cpu(recipe):
 )
 def test_cores_are_shared_when_there_are_many(recipe, num_cpus, options, threads):
     assert make_plan(recipe(*options), replace(CPU, num_cpus=num_cpus)).threads == threads
+
+
+@given(num_cpus=st.integers(1, 256), local_size=st.integers(1, 64), num_stages=st.integers(1, 9))
+def test_a_stage_has_no_more_threads_than_its_process_has_cores(num_cpus, local_size, num_stages):
+    world = World(size=local_size, local_size=local_size)
+    threads = stage_threads(PipelineOptions(), replace(CPU, num_cpus=num_cpus, world=world), num_stages)
+    alone = stage_threads(PipelineOptions(), replace(CPU, num_cpus=max(1, num_cpus // local_size)), num_stages)
+    assert threads == alone
+    assert threads == 1 or threads * local_size <= num_cpus
 
 
 def test_recurrent_targets_are_not_packed(recipe):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from helixctl.cli.values import format_bytes, format_value
 
 if TYPE_CHECKING:
     from helixctl.data.prepare import PrepareResult
+    from helixctl.decoding.calibration import Calibrations
     from helixctl.memory import MemoryLine
     from helixctl.plan import Plan
     from helixctl.training.results import SourceResult, TrainResult, ValidationResult
@@ -119,8 +121,9 @@ def train_rows(result: TrainResult) -> dict[str, str]:
     if result.checkpoint is not None:
         rows["checkpoint"] = result.checkpoint
     for device, size in result.peak_memory_bytes.items():
-        predicted = result.predicted_memory_bytes.get(device)
-        told = f", {format_bytes(predicted)} predicted: {100 * predicted / size:.0f} %" if predicted else ""
+        predicted, own = result.predicted_memory_bytes.get(device), result.process_memory_bytes.get(device)
+        itself = f" ({format_bytes(own)} the process itself)" if own else ""
+        told = f", {format_bytes(predicted)} predicted{itself}: {100 * predicted / size:.0f} %" if predicted else ""
         rows[f"peak memory, {device}"] = f"{format_bytes(size)}{told}"
     if result.compile_cache:
         seconds = ", ".join(f"{name} {compiled['seconds']:.1f} s" for name, compiled in result.compiled.items())
@@ -171,6 +174,22 @@ def position_table(result: ValidationResult) -> Table:
     return table
 
 
+def confidence_table(found: Calibrations) -> Table:
+    """What the drafter expected of its drafts, and the share that was accepted: bins down."""
+    from helixctl.decoding.calibration import by_bin
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for title in ("expected", "drafts", "mean", "accepted", "where reached: drafts", "mean", "accepted"):
+        table.add_column(title, justify="right")
+    for low, high, *both in by_bin(found):
+        cells = (
+            (f"{one.num_drafts:,}", f"{one.predicted:.3f}", f"{one.accepted:.3f}") if one else ("", "", "")
+            for one in both
+        )
+        table.add_row(f"{low:.1f} to {high:.1f}", *itertools.chain.from_iterable(cells))
+    return table
+
+
 def _all_sources(result: ValidationResult) -> list[SourceResult]:
     return [*result.sources, *([result.total] if result.total is not None and len(result.sources) > 1 else [])]
 
@@ -182,6 +201,17 @@ def _speed_rows(result: ValidationResult) -> dict[str, str]:
         rows["score"] = f"{result.total.score:.3f} tokens per target forward, mean over prompts of each prompt's mean"
     if result.accept_len is not None:
         rows["accept_len"] = f"{result.accept_len:.3f} over all cycles, bonus token included"
+    if result.total is not None and result.total.accepted_per_verified is not None:
+        rows["drafts"] = (
+            f"{result.total.verified_per_cycle:.2f} verified per cycle, "
+            f"{100 * result.total.accepted_per_verified:.1f} % of them accepted"
+        )
+    if result.confidence is not None:
+        found = result.confidence
+        rows["confidence"] = (
+            f"calibration error {found.survival.error:.3f} up to the draft, {found.reached.error:.3f} where reached, "
+            f"{found.survival.num_drafts:,} drafts"
+        )
     if result.accept_len_shuffled is not None:
         rows["with shuffled features"] = f"{result.accept_len_shuffled:.3f}"
     if result.plain_tokens_per_s and result.speculative_tokens_per_s:

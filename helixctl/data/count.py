@@ -40,6 +40,10 @@ class DataCounts:
     train_rows: int
     """Rows of all epochs together."""
     validation_rows: int
+    train_tokens: int
+    """Of the training documents, each cut at ``seq_len``."""
+    validation_tokens: int
+    """Of the held-out documents, cut alike."""
     tokens_per_row: float
     """Real tokens in a row of the first epoch, on average."""
     supervised_share: float
@@ -54,6 +58,28 @@ class DataCounts:
     """The mask token stands in one of the first documents, so it is no mask token."""
     mix: tuple[MixLine, ...]
     """What an epoch is made of, by source."""
+
+    def seen_tokens(self, num_loops: int, train_rows: int, validation_rows: int, validations: int) -> int:
+        """Tokens of the documents that one of ``num_loops`` target loops sees in a whole run, each document once.
+
+        Loops take whichever row is next, so a document comes to each with the same chance in every pass.
+
+        Args:
+            num_loops: target loops of all processes.
+            train_rows: rows that the run trains on.
+            validation_rows: rows of one validation pass, the same ones every time.
+            validations: validation passes.
+        """
+        passes = train_rows * self.tokens_per_row / max(1, self.train_tokens)
+        held_out = min(1.0, validation_rows / max(1, self.validation_rows)) * self.validation_tokens
+        seen = self.train_tokens * _seen_share(passes, num_loops)
+        return round(seen + held_out * _seen_share(validations, num_loops))
+
+
+def _seen_share(passes: float, num_loops: int) -> float:
+    """Of the documents, after whole passes over all of them and a part of one more."""
+    whole, part = divmod(passes, 1)
+    return 1 - (1 - 1 / num_loops) ** whole * (1 - part / num_loops)
 
 
 def count_data(path: Path, options: CountOptions) -> DataCounts | None:
@@ -82,11 +108,14 @@ def count_data(path: Path, options: CountOptions) -> DataCounts | None:
     held_out = validation.trainable(options.seq_len)
     held_out_rows = pack(validation.lengths[held_out], options.seq_len, np.arange(held_out.size), options.packing)
     num_tokens = int(lengths.sum())
+    held_out_tokens = int(np.minimum(validation.lengths[held_out], options.seq_len).sum())
     return DataCounts(
         train_documents=int(documents.size),
         validation_documents=int(held_out.size),
         train_rows=train_rows,
         validation_rows=len(held_out_rows),
+        train_tokens=num_tokens,
+        validation_tokens=held_out_tokens,
         tokens_per_row=num_tokens / max(1, len(rows)),
         supervised_share=float(supervised.sum()) / max(1, num_tokens),
         anchor_coverage=_anchor_coverage([supervised[list(row)] for row in rows], options),

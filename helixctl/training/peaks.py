@@ -9,7 +9,7 @@ import torch
 
 from helixctl.errors import StageFailed
 from helixctl.lm_plan import AnyPlan
-from helixctl.memory import predicted_peaks
+from helixctl.memory import predicted_peaks, process_share
 
 HOST = "host"
 """Main memory in results, whatever it was used for."""
@@ -33,6 +33,12 @@ def reserved_peaks(plan: AnyPlan) -> dict[str, int]:
 def expected_peaks(plan: AnyPlan) -> dict[str, int]:
     """What the plan predicts for ``measured_peaks``; for main memory only where the CPU trains."""
     return {HOST if device == "cpu" else device: size for device, size in predicted_peaks(plan.memory).items()}
+
+
+def expected_process(plan: AnyPlan) -> dict[str, int]:
+    """What of ``expected_peaks`` is the process itself; empty where no CPU trains."""
+    size = process_share(plan.memory)
+    return {HOST: size} if size else {}
 
 
 def with_memory_advice(plan: AnyPlan, failed: StageFailed) -> StageFailed:

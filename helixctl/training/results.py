@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from helixctl.decoding.acceptance import PositionAcceptance
+from helixctl.decoding.calibration import Calibrations
 from helixctl.decoding.distribution import SampleCheck
 
 
@@ -35,6 +36,8 @@ class TrainResult:
     """Most that torch's allocator held on each GPU; what is above the peak was fragmented or idle."""
     predicted_memory_bytes: dict[str, int] = field(default_factory=dict)
     """What the plan said of the peak: `predicted / peak` of each device shows how well."""
+    process_memory_bytes: dict[str, int] = field(default_factory=dict)
+    """Of the prediction for main memory: Python and its libraries, before anything of the run is there."""
     compile_cache: str = ""
     """Hit or miss, the file, and what differs; empty where nothing is compiled."""
     compiled: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -96,6 +99,10 @@ class SourceResult:
     identical: int | None
     """Turns equal to plain greedy decoding; None where nothing was compared."""
     positions: tuple[PositionAcceptance, ...]
+    verified_per_cycle: float | None = None
+    """Mean number of drafts per cycle that were verified, and whose fate is known; None without any cycle."""
+    accepted_per_verified: float | None = None
+    """Share of them that was accepted; None without any."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +122,8 @@ class Settings:
     """Prompts left out at the beginning of every file."""
     limit: int | None
     """Most prompts of every file."""
+    confidence_threshold: float | None = None
+    """Blocks were cut where the drafter expected less; None: it was not asked."""
 
 
 @dataclass(frozen=True)
@@ -177,6 +186,8 @@ class ValidationResult:
     """With a temperature: whether the answers are drawn from the target's distribution."""
     speeds: tuple[Speed, ...] = ()
     """One prompt at a time, then a batch."""
+    confidence: Calibrations | None = None
+    """What the drafter told of its drafts beside what became of them; None where it was not asked."""
     turns_left_out: int = 0
     """Turns whose history left no room for an answer."""
 

@@ -28,7 +28,7 @@ from helixctl.redact import redact, redact_text
 from helixctl.training import environment
 from helixctl.training.compiling import compiler
 from helixctl.training.jobs import Job, make_job
-from helixctl.training.peaks import expected_peaks, measured_peaks, reserved_peaks, with_memory_advice
+from helixctl.training.peaks import expected_peaks, expected_process, measured_peaks, reserved_peaks, with_memory_advice
 from helixctl.training.process import set_up_process
 from helixctl.training.processes import Processes, joined_processes
 from helixctl.training.recorder import Recorder
@@ -196,7 +196,8 @@ def _finish(
     """The same result in every process, with the counts of all; the first one writes it down."""
     pipeline, control = ran
     processes = control.processes
-    memory = {"peak": measured_peaks(plan), "reserved": reserved_peaks(plan), "predicted": expected_peaks(plan)}
+    memory = {"peak": measured_peaks(plan), "reserved": reserved_peaks(plan)}
+    memory |= {"predicted": expected_peaks(plan), "process": expected_process(plan)}
     parts = processes.gather({"counts": _count_batches(pipeline), **memory})
 
     def write() -> dict[str, Any]:
@@ -217,6 +218,7 @@ def _finish(
             peak_memory_bytes=_name_by_rank([part["peak"] for part in parts]),
             reserved_memory_bytes=_name_by_rank([part["reserved"] for part in parts]),
             predicted_memory_bytes=_name_by_rank([part["predicted"] for part in parts]),
+            process_memory_bytes=_name_by_rank([part["process"] for part in parts]),
             compile_cache=str(control.compiled.cache) if control.compiled.components else "",
             compiled={name: dataclasses.asdict(compiled) for name, compiled in control.compiled.components.items()},
             accounting={**_count_documents(job.stores), **counts, "steps skipped": state.skipped_steps}

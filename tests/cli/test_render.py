@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from dataclasses import dataclass, replace
 
 import pytest
@@ -14,7 +15,7 @@ from helixctl.cli.values import format_value, record_rows
 from helixctl.decoding.distribution import SampleCheck
 from helixctl.memory import MemoryLine
 from helixctl.training.results import TrainResult
-from tests.training.validations import VALIDATED
+from tests.training.validations import CONFIDENCE, VALIDATED
 
 
 @pytest.mark.parametrize(
@@ -69,6 +70,15 @@ def test_validation_shows_answers_speed_and_proofs(capsys):
         "FAILED: 0.5 off",
     ):
         assert words in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_validation_shows_what_the_drafter_expected(capsys):
+    render.render_validation(replace(VALIDATED, confidence=CONFIDENCE))
+    out = capsys.readouterr().out
+    assert "3.00 verified per cycle, 37.5 % of them accepted" in out
+    assert "calibration error 0.050 up to the draft, 0.200 where reached, 40 drafts" in out
+    assert re.search(r"0\.8 to 0\.9 +30 +0\.850 +0\.900 +30 +0\.800 +0\.600", out)
     assert max(map(len, out.splitlines())) <= 100
 
 
@@ -135,6 +145,7 @@ def test_a_training_result_names_everything():
         accounting={"documents read": 1200},
         pipeline={"features": {"send_wait_s": 1.25, "receive_wait_s": 0.0}},
         predicted_memory_bytes={"host": 1288490189},
+        process_memory_bytes={"host": 385 << 20},
         compile_cache="hit, cache.bin",
         compiled={"target-0": {"seconds": 12.34}, "drafter-0": {"seconds": 3.0}},
     )
@@ -144,7 +155,7 @@ def test_a_training_result_names_everything():
         "speed": "1,000 tokens/s over 3.2 s",
         "val/accept_len": "1.5",
         "best": "1.5 at step 10",
-        "peak memory, host": "1.0 GiB, 1.2 GiB predicted: 120 %",
+        "peak memory, host": "1.0 GiB, 1.2 GiB predicted (385.0 MiB the process itself): 120 %",
         "compiled": "target-0 12.3 s, drafter-0 3.0 s; cache: hit, cache.bin",
         "accounting": "documents read: 1,200",
         "waits, features": "send 1.2 s, receive 0.0 s",

@@ -61,6 +61,27 @@ def test_shares_are_those_of_real_batches(store, most):
     assert counts.anchor_coverage == pytest.approx(covered / supervised, abs=0.1)
 
 
+@pytest.mark.parametrize(("num_loops", "num_rows"), [(1, 5), (1, 100), (3, 20), (3, 100)])
+def test_tokens_seen_are_those_that_loops_would_keep(store, num_loops, num_rows):
+    """Rows dealt to loops at random, each keeping every document once: the mean over loops and 20 draws."""
+    counts, reader = count_data(store.path, OPTIONS), loader(store)
+    assert counts is not None
+    sequence = Sequence(1, num_rows, num_rows // 2, reader.num_validation_rows)
+    batches = BatchLoader(store.split("train"), store.split("validation"), sequence, reader.options)
+    documents = [
+        [(batch.role, number, end - start) for number, (start, end) in zip(numbers, spans, strict=True)]
+        for batch in map(batches.batch, range(sequence.total))
+        for numbers, spans in zip(batch.documents, batch.spans, strict=True)
+    ]
+    draws, kept = np.random.default_rng(0), 0
+    for _ in range(20):
+        loops = draws.integers(num_loops, size=len(documents)).tolist()
+        known = {(loop, *document) for loop, row in zip(loops, documents, strict=True) for document in row}
+        kept += sum(length for *_, length in known)
+    told = counts.seen_tokens(num_loops, num_rows, reader.num_validation_rows, 2)
+    assert told == pytest.approx(kept / 20 / num_loops, rel=0.05)
+
+
 def test_a_mask_token_in_the_text_is_noticed(store):
     token = int(store.split("train").tokens(0)[0])
     for mask_token, seen in ((token, True), (101, False)):
