@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from helixctl.decoding.decoded import Decoded, DecodeOptions, DecodeProgress
 from helixctl.decoding.greedy import accepted_drafts, best_tokens
-from helixctl.decoding.policy import DecodeTarget, DraftCall, DraftPolicy
+from helixctl.decoding.policy import Choose, DecodeTarget, DraftCall, DraftPolicy, TreePolicy
 from helixctl.decoding.rows import Row
 from helixctl.decoding.sampling import SampledBlock, Sampling
 from helixctl.decoding.speculative import OnProgress, Prompts, check_block_size, make_rows
 from helixctl.decoding.steady_work import Ready, SteadyWork, to_device
+from helixctl.decoding.tree import TreeShape, Verified, cycle_span, draft_tree, tree_policy, tree_shape, verify_tree
 
 CHUNK_CYCLES = 4
 """Cycles between two looks at the tokens: an answer that ends within them leaves its row idle for the rest."""
@@ -55,6 +56,7 @@ class SteadySpeculator:
         assert not options.record_margins, "margins are read by losslessness.py, which decodes by rows.py"
         assert options.confidence_threshold is None, "blocks that are cut have no fixed shape; rows.py decodes them"
         block_size = check_block_size(options, self._policy)
+        tree_policy(options, self._policy)  # refuses what cannot be
         waiting = make_rows(prompts, options)
         if not waiting:
             return []
@@ -73,8 +75,11 @@ class SteadySpeculator:
 
     def _fitting(self, waiting: Sequence[Row], options: DecodeOptions, block_size: int) -> _Rows:
         """The rows of before where they are as many and long enough, else new ones."""
-        longest = max(len(row.prompt) + row.limit for row in waiting) + block_size
-        shape = _Shape(min(options.batch_size, len(waiting)), -(-longest // _LENGTH_STEP) * _LENGTH_STEP, block_size)
+        span = cycle_span(options, block_size)
+        longest = max(len(row.prompt) + row.limit for row in waiting) + span
+        length = -(-longest // _LENGTH_STEP) * _LENGTH_STEP
+        trees = tree_shape(options, block_size)
+        shape = _Shape(min(options.batch_size, len(waiting)), length, block_size, span, trees)
         if self._rows is None or not self._rows.fits(shape, options.sampling):
             self._rows = None  # the old caches go before the new ones come
             self._rows = _Rows(self._target, self._policy, shape, options.sampling)
@@ -83,11 +88,13 @@ class SteadySpeculator:
 
 @dataclass(frozen=True)
 class _Shape:
-    """R, L and B."""
+    """R, L and B; places that a cycle may write; and how trees are drafted, if they are."""
 
     num_rows: int
     length: int
     block_size: int
+    span: int
+    trees: TreeShape | None
 
 
 class _Rows:
@@ -119,7 +126,7 @@ class _Rows:
     def fits(self, shape: _Shape, sampling: Sampling | None) -> bool:
         """Whether they can answer prompts that want so many rows of so many positions, in blocks of this size."""
         mine = self.shape
-        same = (mine.num_rows, mine.block_size, self.sampling) == (shape.num_rows, shape.block_size, sampling)
+        same = replace(mine, length=shape.length) == shape and self.sampling == sampling
         return same and shape.length <= mine.length <= 2 * shape.length
 
     def put(self, places: Sequence[int], rows: Sequence[Row], ready: Ready, sources: Sequence[int]) -> None:
@@ -153,26 +160,41 @@ class _Rows:
 
     def _cycle(self) -> None:
         """One block per row. Changes nothing but the contents of tensors, and launches the same work every time."""
-        length, size = self.shape.length, self.shape.block_size
-        positions = self._starts[:, None] + self._slots  # [R, B]
         block = self._sampled_block()
-        call = DraftCall(size, best_tokens if block is None else block.choose, length)
+        self._cache.expect(self.shape.length)
+        found = self._chain(block) if self.shape.trees is None else self._tree(block, self.shape.trees)
+        self._policy.extend(found.features, found.positions, self._slots <= found.num_accepted[:, None])
+        tokens = torch.cat([found.num_accepted[:, None], found.tokens], dim=1)
+        self._tokens.index_copy_(1, self._place, tokens[:, None])
+        self._anchors.copy_(found.tokens.gather(1, found.num_accepted[:, None])[:, 0])
+        # A row whose answer has ended goes on to the end of its room, and stays there.
+        self._starts.add_(found.num_accepted + 1).clamp_(max=self.shape.length - self.shape.span)
+        self._place.add_(1)
+
+    def _chain(self, block: SampledBlock | None) -> Verified:
+        """Draft one continuation per row, and verify it."""
+        positions = self._starts[:, None] + self._slots  # [R, B]
+        call = self._call(best_tokens if block is None else block.choose)
         drafts = self._policy.draft(self._anchors, self._starts, call)  # [R, B-1]
         input_ids = torch.cat([self._anchors[:, None], drafts], dim=1)
-        self._cache.expect(length)
         logits, features = self.target.decode_step(input_ids, positions, self._cache)
         if block is not None:
             num_accepted, tokens = block.judge(drafts, logits, self._lanes)
         else:
             tokens = best_tokens(logits)
             num_accepted = accepted_drafts(drafts, tokens)  # [R]
-        self._policy.extend(features, positions, self._slots <= num_accepted[:, None])
-        found = torch.cat([num_accepted[:, None], tokens], dim=1)
-        self._tokens.index_copy_(1, self._place, found[:, None])
-        self._anchors.copy_(tokens.gather(1, num_accepted[:, None])[:, 0])
-        # A row whose answer has ended goes on to the end of its room, and stays there.
-        self._starts.add_(num_accepted + 1).clamp_(max=length - size)
-        self._place.add_(1)
+        return Verified(num_accepted, tokens, features, positions)
+
+    def _tree(self, block: SampledBlock | None, shape: TreeShape) -> Verified:
+        """Draft a tree per row, and verify it."""
+        assert isinstance(self._policy, TreePolicy)
+        next_logits = self._policy.branch(self._anchors, self._starts, self._call(best_tokens))
+        tree = draft_tree(self._anchors, next_logits, shape)
+        choose = best_tokens if block is None else lambda logits: block.answer(logits, tree.depths, self._lanes)
+        return verify_tree(self.target, self._cache, tree, self._starts, choose)
+
+    def _call(self, choose: Choose) -> DraftCall:
+        return DraftCall(self.shape.block_size, choose, self.shape.length)
 
     def _sampled_block(self) -> SampledBlock | None:
         if self.sampling is None:

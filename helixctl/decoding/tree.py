@@ -57,7 +57,7 @@ class DraftTree:
 
 @dataclass(frozen=True, eq=False)
 class Verified:
-    """What the target made of a tree, along the path that it took; what lies behind its end means nothing."""
+    """What the target made of drafts, along the path that it took; what lies behind its end means nothing."""
 
     num_accepted: Tensor  # [R] int64, drafts on the path
     tokens: Tensor  # [R, B] int64, what the target chose: the accepted drafts, then its own next token

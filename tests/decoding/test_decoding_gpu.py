@@ -29,9 +29,9 @@ def make(folder: Any, device: str) -> tuple[Target, Any]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("block_size", [None, 3])
-def test_answers_are_those_of_a_cpu(tmp_path, block_size):
-    options = DecodeOptions(max_new_tokens=40, batch_size=3, block_size=block_size)
+@pytest.mark.parametrize(("block_size", "tree_budget"), [(None, None), (3, None), (None, 24)])
+def test_answers_are_those_of_a_cpu(tmp_path, block_size, tree_budget):
+    options = DecodeOptions(max_new_tokens=40, batch_size=3, block_size=block_size, tree_budget=tree_budget)
     cpu, gpu = make(tmp_path / "cpu", "cpu"), make(tmp_path / "gpu", "cuda:0")
     expected = decode_speculative(*cpu, PROMPTS, options)
     found = decode_speculative(*gpu, PROMPTS, options)
@@ -41,9 +41,10 @@ def test_answers_are_those_of_a_cpu(tmp_path, block_size):
 
 
 @pytest.mark.gpu
-def test_the_host_looks_at_the_device_once_per_forward(tmp_path, monkeypatch):
+@pytest.mark.parametrize("tree_budget", [None, 24])
+def test_the_host_looks_at_the_device_once_per_forward(tmp_path, monkeypatch, tree_budget):
     target, policy = make(tmp_path, "cuda:0")
-    options, calls = DecodeOptions(max_new_tokens=40), []
+    options, calls = DecodeOptions(max_new_tokens=40, tree_budget=tree_budget), []
     decode_speculative(target, policy, PROMPTS, options)  # whatever waits once in a process
     step = target.decode_step
 
@@ -65,10 +66,11 @@ def test_the_host_looks_at_the_device_once_per_forward(tmp_path, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("how", [Sampling(0.9), Sampling(1.0, top_k=20, top_p=0.9)])
-def test_samples_have_the_targets_distribution(tmp_path, how):
+@pytest.mark.parametrize("tree_budget", [None, 24])
+def test_samples_have_the_targets_distribution(tmp_path, how, tree_budget):
     target, policy = make(tmp_path, "cuda:0")
     sampled = {"temperature": how.temperature, "top_k": how.top_k, "top_p": how.top_p, "seed": 1}
-    options = DecodeOptions(max_new_tokens=60, batch_size=64, **sampled)
+    options = DecodeOptions(max_new_tokens=60, batch_size=64, tree_budget=tree_budget, **sampled)
     answers = decode_speculative(target, policy, PROMPTS * 16, options)
     found = check_samples(target, answers, how)
     assert found.num_tokens == 64 * 60 and found.p_value > 0.001, found

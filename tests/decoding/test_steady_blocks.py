@@ -19,7 +19,16 @@ from helixctl.decoding.steady_blocks import SteadySpeculator
 from helixctl.errors import UsageError
 from helixctl.models.target import Target
 from helixctl.recipe.schema import TargetOptions
-from tests.decoding.fakes import ChainPolicy, ChainTarget, FakePolicy, SteadyFake, hopeless, perfect, sometimes
+from tests.decoding.fakes import (
+    ChainPolicy,
+    ChainTarget,
+    FakePolicy,
+    FakeTreePolicy,
+    SteadyFake,
+    hopeless,
+    perfect,
+    sometimes,
+)
 from tests.decoding.test_decoding_gpu import PROMPTS, make
 from tests.decoding.test_real_target import OraclePolicy
 from tests.decoding.test_sampling import PROMPT, fit
@@ -60,15 +69,40 @@ def test_tokens_are_those_of_the_slow_loop_whatever_the_drafter_proposes(case, s
         assert sum(one.accepted) == len(one.tokens) - 1 and len(one.judged) == len(one.accepted)
 
 
+@settings(max_examples=40, deadline=None)
+@given(cases(), st.integers(1, 20), st.sampled_from([0.5, 100.0]))
+def test_trees_give_the_tokens_of_the_slow_loop(case, budget, weight):
+    target, prompts, options, size = case
+    policy = FakeTreePolicy(target, size, sometimes(0.7), weight=weight)
+    found = SteadySpeculator(target, policy).decode(prompts, replace(options, tree_budget=budget))
+    for one, plain in zip(found, decode_plain(target, prompts, options), strict=True):
+        assert one.tokens == plain.tokens
+        assert sum(one.accepted) == len(one.tokens) - 1 and len(one.judged) == len(one.accepted)
+
+
+@settings(max_examples=20, deadline=None)
+@given(cases())
+def test_a_tree_that_is_a_chain_is_accepted_like_one(case):
+    target, prompts, options, size = case
+    policy = FakeTreePolicy(target, size, lambda rng, j: j != 2, weight=1000.0)
+    found = SteadySpeculator(target, policy).decode(prompts, replace(options, tree_budget=size - 1))
+    assert found == SteadySpeculator(target, policy).decode(prompts, options)
+
+
 def test_rows_are_kept_for_the_next_set_where_they_fit():
     target = SteadyFake()
-    speculator = SteadySpeculator(target, FakePolicy(target, 4, perfect))
+    speculator = SteadySpeculator(target, FakeTreePolicy(target, 4, perfect))
     options = DecodeOptions(max_new_tokens=20, batch_size=4)
     speculator.decode([[3] * (2 + i % 7) for i in range(9)], options)
     first = speculator._rows
     speculator.decode([[4, 4]] * 5, options)
     assert speculator._rows is first
-    for changed in (replace(options, block_size=2), replace(options, temperature=1.0)):
+    for changed in (
+        replace(options, block_size=2),
+        replace(options, temperature=1.0),
+        replace(options, tree_budget=5),
+        replace(options, tree_budget=6),
+    ):
         before = speculator._rows
         speculator.decode([[4, 4]] * 5, changed)
         assert speculator._rows is not before
@@ -96,8 +130,8 @@ def test_what_cannot_be_is_refused():
     assert speculator.decode([], DecodeOptions(9)) == []
 
 
-@pytest.mark.parametrize("one_by_one", [False, True])
-def test_samples_weigh_what_enumeration_says(one_by_one):
+@pytest.mark.parametrize(("one_by_one", "budget"), [(False, None), (True, None), (True, 6)])
+def test_samples_weigh_what_enumeration_says(one_by_one, budget):
     class Bounded(ChainTarget):
         def decode_step(self, input_ids, positions, cache, logits_at=None, branches=None):
             cache.ids.clamp_(min=0)  # rows that are not in use have nothing before them
@@ -105,7 +139,7 @@ def test_samples_weigh_what_enumeration_says(one_by_one):
 
     how, policy = Sampling(0.8), ChainPolicy(one_by_one=one_by_one)
     expected = ChainTarget().sequence_probabilities(PROMPT, 4, lambda logits: probabilities(logits, how))
-    options = DecodeOptions(4, temperature=0.8, batch_size=1000, seed=11)
+    options = DecodeOptions(4, temperature=0.8, batch_size=1000, seed=11, tree_budget=budget)
     found = SteadySpeculator(Bounded(), policy).decode([PROMPT] * 4000, options)
     assert fit(Counter(one.tokens for one in found), expected) > 1e-3
 
@@ -137,17 +171,18 @@ class Lenient(OraclePolicy):
 
 def test_a_real_drafter_gives_what_it_gives_in_the_slow_loop(tmp_path):
     target, policy = make(tmp_path, "cpu")
-    for block_size in (None, 3):
-        options = DecodeOptions(max_new_tokens=8, batch_size=3, block_size=block_size)
+    for block_size, tree_budget in ((None, None), (3, None), (None, 9)):
+        options = DecodeOptions(max_new_tokens=8, batch_size=3, block_size=block_size, tree_budget=tree_budget)
         expected = decode_speculative(target, policy, PROMPTS, options)
         assert SteadySpeculator(target, policy).decode(PROMPTS, options) == expected
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_captured_cycles_equal_those_that_are_launched(tmp_path, caplog, monkeypatch, temperature):
+@pytest.mark.parametrize("tree_budget", [None, 24])
+def test_captured_cycles_equal_those_that_are_launched(tmp_path, caplog, monkeypatch, temperature, tree_budget):
     target, policy = make(tmp_path, "cuda:0")
-    options = DecodeOptions(max_new_tokens=40, batch_size=8, temperature=temperature)
+    options = DecodeOptions(max_new_tokens=40, batch_size=8, temperature=temperature, tree_budget=tree_budget)
     with caplog.at_level(logging.WARNING):
         captured = SteadySpeculator(target, policy).decode(PROMPTS * 4, options)
     assert not caplog.records, "captured, not launched one by one"
