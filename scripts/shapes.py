@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,12 @@ FAULT_AT = 6
 """Steps before the fault of a topology's case: the pipeline is full."""
 
 
-def write_recipe(shape: Shape, folder: Path, steps: int, mean_length: int | None) -> Path:
+NO_TOKENIZER = TokenizerInfo("a" * 64, "b" * 64, 0, 1, 0)
+
+
+def write_recipe(
+    shape: Shape, folder: Path, steps: int, mean_length: int | None, tokenizer: TokenizerInfo = NO_TOKENIZER
+) -> Path:
     """Config of the target, store and recipe in ``folder``; returns the recipe's path.
 
     Args:
@@ -64,10 +69,12 @@ def write_recipe(shape: Shape, folder: Path, steps: int, mean_length: int | None
         folder: An empty folder.
         steps: Micro-batches that the run will train.
         mean_length: Of the documents, packed; None: every document fills a row.
+        tokenizer: That the documents say they were made with.
     """
     (folder / "target").mkdir()
     (folder / "target" / "config.json").write_text(json.dumps(qwen3_config(shape)), encoding="utf-8")
-    write_documents(shape, folder / "store", (steps + 2) * shape.rows, mean_length)
+    info = replace(tokenizer, vocab_size=shape.vocab)
+    write_documents(shape, folder / "store", (steps + 2) * shape.rows, mean_length, info)
     recipe = {
         "kind": "drafter",
         "run": {"dir": str(folder / "run")},
@@ -116,10 +123,9 @@ def qwen3_config(shape: Shape) -> dict[str, Any]:
     }
 
 
-def write_documents(shape: Shape, path: Path, rows: int, mean_length: int | None) -> None:
+def write_documents(shape: Shape, path: Path, rows: int, mean_length: int | None, info: TokenizerInfo) -> None:
     """Fully supervised documents for at least ``rows`` rows."""
     rng = np.random.default_rng(0)
-    info = TokenizerInfo("a" * 64, "b" * 64, shape.vocab, 1, 0)
     wanted, written, number = rows * shape.seq_len * (1 if mean_length is None else 1.05), 0, 0
     with StoreWriter(path, info) as writer:
         while written < wanted:
