@@ -3,8 +3,8 @@
     python -m scripts.launch_bound FOLDER                on a GPU: 0.6B shape, rows of 1,024 tokens, two minutes
     python -m scripts.launch_bound FOLDER --shape tiny   on a CPU, to see that it runs
 
-Before: every operation is launched by Python. After: compiled layers and captured graphs, the default. One JSON line each;
-the reports stay in FOLDER/before and FOLDER/after.
+Before: every operation is launched by Python. After: compiled layers and captured graphs, the default. One JSON line
+each; the reports stay in FOLDER/before and FOLDER/after.
 """
 
 from __future__ import annotations
