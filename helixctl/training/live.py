@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from helixctl.data.store import Store
 from helixctl.decoding.decoded import DecodeOptions, accept_len
-from helixctl.decoding.policy import DraftCall, DraftPolicy
+from helixctl.decoding.policy import DraftCall, DraftPolicy, NextLogits, TreePolicy
 from helixctl.decoding.speculative import decode_speculative
 from helixctl.metrics import names
 from helixctl.models.shared import SharedWeights
@@ -114,6 +114,11 @@ class ShuffledFeatures:
     def draft(self, anchor_ids: Tensor, positions: Tensor, call: DraftCall) -> Tensor:
         """As the drafter's own."""
         return self._policy.draft(anchor_ids, positions, call)
+
+    def branch(self, anchor_ids: Tensor, positions: Tensor, call: DraftCall) -> NextLogits:
+        """As the drafter's own, if it drafts trees."""
+        assert isinstance(self._policy, TreePolicy)
+        return self._policy.branch(anchor_ids, positions, call)
 
 
 def make_policy(plan: Plan, model: nn.Module, shared: SharedWeights) -> DraftPolicy:

@@ -16,14 +16,16 @@ from helixctl.decoding.policy import Branches
 from helixctl.decoding.sampling import Sampling
 from helixctl.decoding.speculative import decode_plain, decode_speculative
 from helixctl.decoding.tree import DraftTree, TreeShape, draft_tree, verify_tree
-from helixctl.models.drafters.jetspec import plugin as causal
+from helixctl.models.drafters.dspark import plugin as dspark
+from helixctl.models.drafters.jetspec import plugin as jetspec
 from helixctl.models.target import Target
 from helixctl.recipe.schema import TargetOptions
 from tests.decoding.test_cache import BUILDERS, TAPS, check, pair, prefill, sequences
 from tests.decoding.test_decoding_gpu import PROMPTS as SHORT
 from tests.decoding.test_decoding_gpu import make
 from tests.decoding.test_real_target import PROMPTS, OraclePolicy
-from tests.models.drafters.jetspec.test_jetspec import make_model
+from tests.models.drafters.dspark import test_dspark
+from tests.models.drafters.jetspec import test_jetspec
 from tests.tiny import save_tiny, tiny_gemma3, tiny_llama
 
 STARTS = [3, 57, 9]
@@ -137,11 +139,13 @@ def test_trees_equal_plain_decoding_and_feed_the_drafter_its_features(build, bud
         assert min(one.accept_len or 0 for one in found) > 2
 
 
-@pytest.mark.parametrize("blocks", ["both ways", "causal"])
-def test_real_drafters_draft_trees_without_loss(blocks, tmp_path):
+@pytest.mark.parametrize("algorithm", ["dflash", "jetspec", "dspark"])
+def test_real_drafters_draft_trees_without_loss(algorithm, tmp_path):
     target, policy = make(tmp_path, "cpu")
-    if blocks == "causal":
-        policy = causal.policy(make_model(), target.shared)
+    if algorithm == "jetspec":
+        policy = jetspec.policy(test_jetspec.make_model(), target.shared)
+    if algorithm == "dspark":
+        policy = dspark.policy(test_dspark.make_model(), target.shared)
     options = DecodeOptions(max_new_tokens=12, batch_size=3)
     plain = [one.tokens for one in decode_plain(target, SHORT, options)]
     cycles = []

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from helixctl.decoding.policy import DraftCall
+from helixctl.decoding.policy import DraftCall, NextLogits
 from helixctl.models.drafters._head import head_logits
 from helixctl.models.drafters.dflash.model import DFlashDraftModel
 from helixctl.models.drafters.dflash.policy import DFlashPolicy
@@ -50,6 +50,15 @@ class DSparkPolicy:
             drafts.append(previous)
         return torch.stack(drafts, dim=1)
 
+    def branch(self, anchor_ids: Tensor, positions: Tensor, call: DraftCall) -> NextLogits:
+        """A tree's candidates: the sequential head looks at each candidate of the slot before; see ``TreePolicy``.
+
+        Takes memory for the logits of all candidates of a slot.
+        """
+        states = self._backbone.draft_states(anchor_ids, positions, size=call.size, length=call.length)
+        raw = self._raw_logits(states)
+        return lambda slot, tokens: self._given(raw[:, slot : slot + 1], tokens)
+
     def draft_logits(self, anchor_ids: Tensor, positions: Tensor) -> Tensor:
         """Logits [R, B-1, V] without the sequential head, which needs tokens; see ``logits_given``."""
         return self._backbone.draft_logits(anchor_ids, positions)
@@ -71,7 +80,7 @@ class DSparkPolicy:
 
     @torch.no_grad()
     def _given(self, raw: Tensor, previous: Tensor) -> Tensor:
-        """Logits [R, T, V] from products [R, T, V] and the tokens before them [R, T]."""
+        """Logits [R, T, V] from products [R, T, V], or [R, 1, V] for all, and the tokens before them [R, T]."""
         logits = raw + self._markov(previous).to(raw.dtype) @ self._markov.markov_w2.weight.to(raw.dtype).t()
         if self._head.bias is not None:
             logits = logits + self._head.bias.to(logits.dtype)

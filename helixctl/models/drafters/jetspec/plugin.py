@@ -1,6 +1,10 @@
 """What the rest of helixctl calls: DFlash's own functions, built with causal blocks.
 
-Drafts are chains. A tree of candidates, which causal blocks make possible, is not drafted.
+Trees of drafts are DFlash's too: the likeliest candidates by the slots of one parallel forward. The paper speaks of
+candidates that hang on their branch; its published code also takes the slots of one forward over mask tokens, each the
+same behind all candidates of the slot before (github.com/hao-ai-lab/JetSpec, its baseline ``accum_logp``), and lists
+trees that forward their candidates again as planned. What causal blocks add is that a slot's distribution does not hang
+on how far the block goes on.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from helixctl.models.drafters.dspark import plugin
 from helixctl.models.drafters.dspark.check import check
 from helixctl.models.drafters.dspark.formats import deepspec
 from helixctl.models.drafters.dspark.heads import ConfidenceHead, MarkovHead
+from helixctl.models.drafters.dspark.objective import train_terms
 from helixctl.models.drafters.dspark.options import Options, parameter_count
 from tests.checkpoint.builders import make_facts
 from tests.models.drafters.dflash.builders import FACTS, MASK, TAPS, gradients, make_shared, make_slot, packed_slot
@@ -118,6 +119,48 @@ def test_loss_and_gradients_are_those_of_the_formula_on_full_logits():
         torch.testing.assert_close(model.evaluate(slot, shared)[name], terms.sums[name], rtol=1e-4, atol=1e-4)
 
 
+def float64_loss(drafted, leaves, shared, slot):
+    """The recipe's default loss, from states and heads in float64, with full logits; and how wrong the head is."""
+    hidden, w1, w2, weight, bias = leaves
+    goal = shared.logits(shared.final_norm(slot.last_hidden)).double()
+    places = list(range(slot.anchors.numel())) if drafted.index is None else drafted.index.tolist()
+    total, distance = torch.zeros((), dtype=torch.float64), 0.0
+    for n, flat in enumerate(places):
+        row, place = divmod(flat, slot.anchors.shape[1])
+        for k in range(4):
+            i = int(slot.anchors[row, place]) + k + 1
+            if not drafted.blocks.supervised[row, place, k]:
+                continue
+            left = w1[slot.input_ids[row, i - 1]]
+            own = 8.0 * torch.tanh((hidden[n, k] @ shared.head.double().t() + w2 @ left) / 8.0)
+            l1 = (own.softmax(0) - goal[row, i - 1].softmax(0)).abs().sum()
+            sure, accepted = (weight[0] @ torch.cat((hidden[n, k], left)) + bias[0]).sigmoid(), 1 - 0.5 * l1.detach()
+            confidence = -accepted * sure.log() - (1 - accepted) * (1 - sure).log()
+            cross = F.cross_entropy(own[None], slot.input_ids[row, i][None])
+            decay = float(torch.exp(torch.tensor(-k / 4.0)))
+            total = total + decay * (0.1 * cross + 0.9 * l1 + 1.0 * confidence)
+            distance += decay * abs(float(sure.detach()) - float(accepted))
+    return total, distance
+
+
+def test_gradients_of_states_and_heads_are_those_of_a_float64_reference():
+    slot, shared, model = with_last_hidden(packed_slot()), shared_with_norm(), make_model()
+    drafted = model._drafted(slot.features, slot, shared)
+    states = drafted.hidden.detach().requires_grad_()
+    markov, confidence = heads(model)
+    leaves = [states, markov.markov_w1.weight, markov.markov_w2.weight, confidence.proj.weight, confidence.proj.bias]
+    terms = train_terms(dataclasses.replace(drafted, hidden=states), model)
+    found = torch.autograd.grad(terms.numerator, leaves)
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    expected, distance = float64_loss(drafted, exact, shared, slot)
+    assert terms.numerator.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert terms.sums["term_confidence_error"].item() == pytest.approx(distance, rel=1e-4)
+    for one, reference in zip(found, torch.autograd.grad(expected, exact), strict=True):
+        assert reference.abs().max() > 0
+        scale = reference.abs().max().item()
+        torch.testing.assert_close(one.double(), reference, rtol=1e-4, atol=1e-5 * scale)
+
+
 def test_decoding_given_the_rows_own_tokens_has_the_logits_of_training():
     slot, shared, model = make_slot([[30]], 30, [[7, 15, 25]]), shared_with_norm(), make_model()
     markov, _ = heads(model)
@@ -161,6 +204,51 @@ def test_drafts_are_chosen_one_after_another_each_given_the_one_before(size):
     whole = policy.logits_given(padded, torch.tensor([11, 11]))
     if size == 5:  # shorter blocks are other blocks: their slots see fewer
         torch.testing.assert_close(torch.cat(asked, dim=1), whole, rtol=1e-4, atol=1e-4)
+
+
+def test_it_tells_of_a_draft_before_it_draws_it_what_the_confidence_head_says():
+    slot, shared, model = make_slot([[30], [30]], 30, [[11], [11]]), make_shared(), make_model()
+    policy = plugin.policy(model, shared)
+    policy.start(2, 30)
+    positions = torch.arange(11).expand(2, -1)
+    policy.extend([f[:, :11] for f in slot.features], positions, torch.ones_like(positions, dtype=torch.bool))
+    seen: list[tuple[str, torch.Tensor]] = []
+
+    def choose(logits: torch.Tensor) -> torch.Tensor:
+        seen.append(("drew", (logits.argmax(-1) + len(seen)) % FACTS.vocab_size))
+        return seen[-1][1]
+
+    anchors, starts = slot.input_ids[:, 11], torch.tensor([11, 11])
+    policy.draft(anchors, starts, DraftCall(5, choose, tell=lambda told: seen.append(("told", told))))
+    assert [what for what, _ in seen] == ["told", "drew"] * 4
+    drawn = torch.cat([value for what, value in seen if what == "drew"], dim=1)
+    before = torch.cat((anchors[:, None], drawn[:, :-1]), dim=1)
+    markov, confidence = heads(model)
+    states = policy._backbone.draft_states(anchors, starts)
+    both = torch.cat((states, markov.markov_w1.weight[before]), dim=-1)
+    expected = (both @ confidence.proj.weight[0] + confidence.proj.bias).sigmoid()
+    told = torch.cat([value for what, value in seen if what == "told"], dim=1)
+    torch.testing.assert_close(told, expected.detach(), rtol=1e-5, atol=1e-6)
+    assert told.std() > 0.05
+
+
+def test_a_tree_asks_the_sequential_head_behind_every_candidate():
+    slot, shared, model = make_slot([[30], [30]], 30, [[11], [11]]), make_shared(), make_model()
+    policy = plugin.policy(model, shared)
+    policy.start(2, 30)
+    positions, anchors = torch.arange(11).expand(2, -1), slot.input_ids[:, 11]
+    policy.extend([f[:, :11] for f in slot.features], positions, torch.ones_like(positions, dtype=torch.bool))
+    next_logits = policy.branch(anchors, torch.tensor([11, 11]), DraftCall(policy.block_size, torch.Tensor.argmax, 11))
+    candidates = torch.tensor([[3, 9, 4], [8, 1, 1]])
+    for slot_number in range(1, policy.block_size - 1):
+        found = next_logits(slot_number, candidates)
+        for place in range(3):
+            tokens = candidates[:, place, None].expand(-1, policy.block_size - 1).clone()
+            tokens[:, 0] = anchors
+            expected = policy.logits_given(tokens, torch.tensor([11, 11]))[:, slot_number]
+            torch.testing.assert_close(found[:, place], expected, rtol=1e-4, atol=1e-4)
+    first = policy.logits_given(anchors[:, None].expand(-1, policy.block_size - 1), torch.tensor([11, 11]))[:, :1]
+    torch.testing.assert_close(next_logits(0, anchors[:, None]), first, rtol=1e-4, atol=1e-4)
 
 
 def test_sampled_classes_train_the_sequential_head_too():
