@@ -189,6 +189,7 @@ class Channel(_Measured, Generic[T]):
                 raise Closed(f"channel {self.name!r} is closed and empty")
             item, num_bytes = self._items.popleft()
             ledger.take(num_bytes, self.room.clock())
+            self.room.passed()
             self.room.moved()
             return item
 
@@ -284,6 +285,7 @@ class OrderedChannel(_Measured, Generic[T]):
             item, num_bytes = self._items.pop(seq)
             self._next[lane] = seq + len(self._next)
             ledger.take(num_bytes, self.room.clock())
+            self.room.passed()
             self.room.moved()
             return item
 

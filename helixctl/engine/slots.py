@@ -88,6 +88,7 @@ class SlotPool(Generic[S]):
                 raise ValueError(f"number {seq} holds no slot of {self.name!r}")
             del self._lent[where]
             self._released += 1
+            self.room.passed()
             self.room.moved()
 
     def cancel(self) -> None:

@@ -60,6 +60,7 @@ class WaitRoom:
         self._cancelled = False
         self._waits: dict[int, _Wait] = {}
         self._waited_s: dict[str, float] = {}
+        self._start_s: dict[str, float] | None = None
         self._moved_at: float | None = None
 
     def __enter__(self) -> None:
@@ -131,6 +132,15 @@ class WaitRoom:
         self._moved_at = self.clock()
         self._condition.notify_all()
 
+    def passed(self) -> None:
+        """Note that something has come through; needs the lock held.
+
+        What was waited before the first time is start-up: nobody in front had anything yet.
+        """
+        if self._start_s is None:
+            sides = {*self._waited_s, *(wait.side for wait in self._waits.values())}
+            self._start_s = {side: self.waited_s(side) for side in sides}
+
     def cancel(self) -> None:
         """Give up for good: every waiter, now and later, gets ``Cancelled``."""
         with self:
@@ -142,6 +152,14 @@ class WaitRoom:
         now = self.clock()
         going_on = sum(now - wait.started_at for wait in self._waits.values() if wait.side == side)
         return self._waited_s.get(side, 0.0) + going_on
+
+    def waits(self, *sides: str) -> dict[str, float]:
+        """Seconds waited on each side since something came through; ``start_wait_s``: before, on all of these sides."""
+        with self:
+            total = {side: self.waited_s(side) for side in sides}
+            start = total if self._start_s is None else {side: self._start_s.get(side, 0.0) for side in sides}
+        later = {f"{side}_wait_s": total[side] - start[side] for side in sides}
+        return {**later, "start_wait_s": sum(start.values())}
 
     def waiters(self) -> list[Waiter]:
         """Who waits now, longest first."""

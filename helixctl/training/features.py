@@ -6,6 +6,7 @@ Legend: R rows, S tokens per row, A anchors per row, K taps, H target width.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -48,14 +49,34 @@ def count_bad(slot: SlotBatch) -> Tensor:
     return (slot.bad & (slot.position_ids == 0)).sum().float()  # every document begins at position 0
 
 
-def name_bad(bad: Tensor, batch: MicroBatch) -> tuple[int, ...]:
-    """Store indices of the documents left out. ``bad`` is a slot's, on the CPU."""
-    return tuple(
-        document
-        for row, (documents, spans) in enumerate(zip(batch.documents, batch.spans, strict=True))
-        for document, (start, _) in zip(documents, spans, strict=True)
-        if bad[row, start]
-    )
+@dataclass(frozen=True)
+class LeftOut:
+    """What will tell which documents of a micro-batch were left out, once the device is looked at.
+
+    Holds nothing else of the micro-batch: its tokens, pinned where there are GPUs, are free for the next one.
+    """
+
+    bad: Tensor
+    """[R, S] bool, on the slot's device."""
+    documents: tuple[tuple[int, ...], ...]
+    spans: tuple[tuple[tuple[int, int], ...], ...]
+
+    def names(self) -> tuple[int, ...]:
+        """Their indices in the store. Waits for the device."""
+        bad = self.bad.cpu()
+        return tuple(
+            document
+            for row, (documents, spans) in enumerate(zip(self.documents, self.spans, strict=True))
+            for document, (start, _) in zip(documents, spans, strict=True)
+            if bad[row, start]
+        )
+
+
+def left_out(slot: SlotBatch) -> list[LeftOut]:
+    """One entry for a slot whose features were looked at, none for others."""
+    if slot.bad is None or slot.batch is None:
+        return []
+    return [LeftOut(slot.bad, slot.batch.documents, slot.batch.spans)]
 
 
 def check_taps(features: Sequence[Tensor], taps: Sequence[int], batch: MicroBatch) -> None:

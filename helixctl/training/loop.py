@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from helixctl.data.batch import MicroBatch, SlotBatch
+from helixctl.data.batch import SlotBatch
 from helixctl.data.sequence import Sequence, Share
 from helixctl.engine.channel import OrderedChannel
 from helixctl.engine.interrupt import InterruptFlag
@@ -28,7 +28,7 @@ from helixctl.lm_plan import AnyPlan
 from helixctl.models.drafters._terms import LossTerms
 from helixctl.models.shared import SharedWeights
 from helixctl.training.compiling import CompileLog
-from helixctl.training.features import count_bad, name_bad
+from helixctl.training.features import LeftOut, count_bad, left_out
 from helixctl.training.learner import Learner
 from helixctl.training.optim import StepOutcome, clear_moments, gradients, make_moments, make_optimizer, take_step
 from helixctl.training.passes import TrainPass
@@ -128,7 +128,7 @@ class TrainerStage:
         self._observer = observer
         self._sums: dict[str, Tensor] = {}
         self._bad: list[tuple[Tensor, int, tuple[int, ...]]] = []
-        self._left_out: list[tuple[Tensor, MicroBatch]] = []
+        self._left_out: list[LeftOut] = []
         self._num_done: dict[str, int] = {"train": 0, "validation": 0}
         self._documents: list[int] = []
 
@@ -221,8 +221,7 @@ class TrainerStage:
         # full, not tensor: that one copies from the host, and waits until the device has done so.
         filled = {name: torch.full((), float(count), device=self.device) for name, count in counts.items()}
         self._add({**self._train(slot), **filled, "bad_documents": count_bad(slot)})
-        if slot.bad is not None:
-            self._left_out.append((slot.bad, slot.batch))
+        self._left_out += left_out(slot)
         self._trained_tokens += slot.batch.num_tokens
 
     @torch.no_grad()
@@ -231,8 +230,7 @@ class TrainerStage:
             self._validation_started = perf_counter()
         with autocast(self._plan, self.device):
             self._add(self._learner.evaluate(slot))
-        if slot.bad is not None and slot.batch is not None:
-            self._left_out.append((slot.bad, slot.batch))
+        self._left_out += left_out(slot)
 
     def _add(self, sums: dict[str, Tensor]) -> None:
         """One launch for all: a replayed pass overwrites its sums, so they are copied or added here."""
@@ -292,7 +290,7 @@ class TrainerStage:
         self._bad = self._bad[len(flags) - limit + 1 :]
 
     def _say_what_is_left_out(self) -> None:
-        documents = [document for bad, batch in self._left_out for document in name_bad(bad.cpu(), batch)]
+        documents = [document for noted in self._left_out for document in noted.names()]
         self._left_out = []
         if documents:
             logger.warning("features are not finite and left out: documents %s", _short(tuple(documents)))

@@ -31,7 +31,8 @@ class TrainResult:
     accounting: dict[str, int]
     """Documents and micro-batches: what was read, kept, dropped by reason, produced, trained, validated."""
     pipeline: dict[str, dict[str, float]]
-    """Seconds waited on each side of every channel, and for slots."""
+    """Seconds waited on each side of every channel, and for slots, since the first micro-batch had come through;
+    `start_wait_s`: until then."""
     reserved_memory_bytes: dict[str, int] = field(default_factory=dict)
     """Most that torch's allocator held on each GPU; what is above the peak was fragmented or idle."""
     predicted_memory_bytes: dict[str, int] = field(default_factory=dict)

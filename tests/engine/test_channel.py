@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 import threading
 from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -296,3 +297,17 @@ def test_lanes_cannot_be_iterated_as_one():
         iter(OrderedChannel("features", 1, 2))
     with pytest.raises(ValueError, match="num_lanes=0"):
         OrderedChannel("features", 1, 0)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_waits_before_the_first_item_are_the_starts(ordered):
+    channel: Any = OrderedChannel("c", 3) if ordered else Channel("c", 3)
+    clock = channel.room.clock = FakeClock()
+    for seq, seconds in ((0, 60), (1, 4)):
+        receiving = Background(channel.receive)
+        until_waiting(channel)
+        clock.advance(seconds)
+        channel.send(*([seq, "item"] if ordered else ["item"]))
+        receiving.result()
+    assert channel.room.waits("send", "receive") == {"send_wait_s": 0, "receive_wait_s": 4, "start_wait_s": 60}
+    assert channel.stats().receive_wait_s == 64

@@ -62,6 +62,21 @@ def test_acquire_waits_for_its_own_slot():
     assert (stats.acquired, stats.released, stats.wait_s) == (3, 2, 4)
 
 
+def test_waits_before_the_first_slot_comes_back_are_the_starts():
+    pool = make_pool(num_drafters=1, num_slots=1)
+    clock = pool.room.clock = FakeClock()
+    pool.acquire(0)
+    for seq, seconds in ((0, 30), (1, 2), (2, 3)):
+        waiting = Background(partial(pool.acquire, seq + 1))
+        until_waiting(pool)
+        clock.advance(seconds)
+        assert pool.room.waits("acquire")["start_wait_s"] == 30
+        pool.release(seq)
+        waiting.result()
+    assert pool.room.waits("acquire") == {"acquire_wait_s": 5, "start_wait_s": 30}
+    assert pool.stats().wait_s == 35
+
+
 def test_only_the_holder_gives_a_slot_back():
     pool = make_pool()
     pool.acquire(0)

@@ -14,7 +14,7 @@ from torch import Tensor
 from helixctl.data.batch import MicroBatch, SlotBatch
 from helixctl.errors import ModelError, StageFailed
 from helixctl.models.target import Target
-from helixctl.training.features import check_taps, count_bad, name_bad
+from helixctl.training.features import check_taps, count_bad, left_out
 from helixctl.training.run import run_training
 from helixctl.training.stages import fill_slot, make_slot
 from tests.training.worlds import make_world, make_world_plan
@@ -48,7 +48,7 @@ def test_a_bad_token_takes_its_document_out_and_no_other(batch: MicroBatch, valu
     features[0][1, 7] = value  # padding means nothing
     slot = filled(batch, features)
     assert slot.bad is not None and count_bad(slot) == 1
-    assert name_bad(slot.bad, batch) == (3,)
+    assert [noted.names() for noted in left_out(slot)] == [(3,)]
     assert slot.anchor_valid.tolist() == [[True, False], [True, False]]
     assert slot.loss_mask[0].tolist() == [True] * 4 + [False] * 4 and torch.equal(slot.loss_mask[1], batch.loss_mask[1])
     assert not slot.features[0][0, 4:6].any() and slot.features[0][0, :4].all()
