@@ -203,7 +203,7 @@ def render_runs(runs: Sequence[RunSummary]) -> None:
 
 def render_validation(result: ValidationResult) -> None:
     """Decoded prompts, held-out metrics, scores by source, losslessness and speed."""
-    from helixctl.cli.tables import position_table, source_table, validation_sections
+    from helixctl.cli.tables import confidence_table, position_table, source_table, validation_sections
 
     console = _console()
     for prompt in result.prompts:
@@ -215,10 +215,14 @@ def render_validation(result: ValidationResult) -> None:
             console.print(Text(f"{turn.num_tokens} tokens, {mean}{same}\n", style="dim"))
     for title, rows in validation_sections(result):
         _print_section(console, title, rows)
+    tables = []
     if result.sources:
-        for title, table in (("sources", source_table(result)), ("accepted by position", position_table(result))):
-            console.print(Text(title, style="bold"))
-            console.print(Padding(table, (0, 0, 1, 2), expand=False))
+        tables += [("sources", source_table(result)), ("accepted by position", position_table(result))]
+    if result.confidence is not None:
+        tables.append(("accepted by what the drafter expected", confidence_table(result.confidence)))
+    for title, table in tables:
+        console.print(Text(title, style="bold"))
+        console.print(Padding(table, (0, 0, 1, 2), expand=False))
 
 
 def render_answer(segments: Sequence[tuple[str, str]]) -> None:

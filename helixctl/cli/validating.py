@@ -66,6 +66,17 @@ class DecodingOptions:
             rich_help_panel=_DECODING,
         ),
     ] = None
+    confidence_threshold: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            metavar="P",
+            help="Verify only drafts that the drafter expects to be accepted, with all before them, with this "
+            "probability; 0 verifies all and measures what it expects.",
+            rich_help_panel=_DECODING,
+        ),
+    ] = None
     temperature: Annotated[
         float, typer.Option(min=0.0, help="0 is greedy; else answers are sampled.", rich_help_panel=_DECODING)
     ] = 0.0
@@ -179,6 +190,7 @@ def _request(checkpoint: Path | None, prompts: PromptOptions, decoding: Decoding
         choice=Choice(prompts.skip, prompts.limit, prompts.turns),
         max_new_tokens=decoding.max_new_tokens,
         block_size=decoding.block_size,
+        confidence_threshold=decoding.confidence_threshold,
         temperature=decoding.temperature,
         top_k=decoding.top_k,
         top_p=decoding.top_p,

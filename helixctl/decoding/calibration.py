@@ -67,6 +67,13 @@ def calibrations(answers: Iterable[Decoded]) -> Calibrations | None:
     return Calibrations(calibrate(reached), calibrate(survival)) if reached else None
 
 
+def by_bin(found: Calibrations) -> list[tuple[float, float, Bin | None, Bin | None]]:
+    """Ends of the bins that have drafts; survival and reached of each."""
+    survival, reached = ({one.low: one for one in each.bins} for each in (found.survival, found.reached))
+    ends = {one.low: one.high for each in (survival, reached) for one in each.values()}
+    return [(low, ends[low], survival.get(low), reached.get(low)) for low in sorted(ends)]
+
+
 def calibrate(pairs: Sequence[tuple[float, bool]]) -> Calibration:
     """Predicted probabilities and outcomes, at least one, in bins of equal width."""
     binned: list[list[tuple[float, bool]]] = [[] for _ in range(NUM_BINS)]

@@ -7,7 +7,7 @@ Sections are strict (unknown keys are errors) and frozen. A drafter's own option
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
@@ -370,6 +370,8 @@ class Recipe(RecipeSections):
 class DrafterOptions(Section):
     """Options that every drafter algorithm has; plug-ins extend it in their options.py."""
 
+    tells_confidence: ClassVar[bool] = False
+    """Whether decoding learns from such a drafter how sure it is of its drafts."""
     algorithm: str
     """Name of a plug-in folder in models/drafters."""
     num_layers: PositiveInt = 5

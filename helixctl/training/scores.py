@@ -87,6 +87,9 @@ def _source_result(name: str, turns: Sequence[Turn], identical: Identical, place
     by_prompt: dict[int, list[Decoded]] = {}
     for place in places:
         by_prompt.setdefault(turns[place].conversation, []).append(turns[place].decoded)
+    positions = acceptance_by_position(answers)
+    num_cycles = sum(len(answer.accepted) for answer in answers)
+    num_verified, num_accepted = sum(p.judged for p in positions), sum(p.accepted for p in positions)
     means = [mean for mean in map(accept_len, by_prompt.values()) if mean is not None]
     return SourceResult(
         source=name,
@@ -96,5 +99,7 @@ def _source_result(name: str, turns: Sequence[Turn], identical: Identical, place
         score=sum(means) / len(means) if means else None,
         accept_len=accept_len(answers),
         identical=None if identical is None else sum(identical[place] for place in places),
-        positions=acceptance_by_position(answers),
+        positions=positions,
+        verified_per_cycle=num_verified / num_cycles if num_cycles else None,
+        accepted_per_verified=num_accepted / num_verified if num_verified else None,
     )

@@ -13,6 +13,7 @@ from torch import Tensor
 from helixctl.data import sequence as order
 from helixctl.data.fingerprint import check_tokenizer, load_fast_tokenizer
 from helixctl.data.store import Store
+from helixctl.decoding.calibration import calibrations
 from helixctl.decoding.decoded import Decoded, DecodeOptions, DecodeProgress, accept_len
 from helixctl.decoding.distribution import check_samples
 from helixctl.decoding.fastest import FastestDecoder
@@ -69,6 +70,9 @@ class ValidationRequest:
     """Longest answer; None takes the recipe's."""
     block_size: int | None = None
     """Tokens per block when decoding; None takes the drafter's own, which is the most."""
+    confidence_threshold: float | None = None
+    """Verify only drafts that the drafter expects to be accepted, with all before them, with this probability; 0
+    verifies all and measures what it expects; None does not ask."""
     temperature: float = 0.0
     """0 is greedy."""
     top_k: int | None = None
@@ -270,6 +274,7 @@ def _scored(
         prompts=prompt_results(asked, turns, identical, tokenizer),
         sources=source_results(asked, turns, identical),
         total=total,
+        confidence=calibrations(turn.decoded for turn in turns),
     )
 
 
@@ -280,6 +285,12 @@ def _check(request: ValidationRequest, plan: Plan) -> None:
         raise UsageError(
             f"--block-size {request.block_size} is not between 2 and the drafter's own, {own}",
             fix="the anchor counts: 2 drafts one token",
+        )
+    if request.confidence_threshold is not None and not plan.recipe.drafter.tells_confidence:
+        algorithm = plan.recipe.drafter.algorithm
+        raise UsageError(
+            f"--confidence-threshold: {algorithm} drafters do not tell how sure they are of their drafts",
+            fix="leave it out; --block-size drafts less",
         )
     if request.temperature == 0 and (request.top_k is not None or request.top_p < 1):
         raise UsageError(
@@ -295,6 +306,7 @@ def _options(plan: Plan, tokenizer: Any, request: ValidationRequest) -> DecodeOp
         options,
         max_new_tokens=request.max_new_tokens or options.max_new_tokens,
         block_size=request.block_size,
+        confidence_threshold=request.confidence_threshold,
         temperature=request.temperature,
         top_k=request.top_k,
         top_p=request.top_p,
@@ -313,6 +325,7 @@ def _settings(plan: Plan, options: DecodeOptions, request: ValidationRequest) ->
         batch_size=options.batch_size,
         skip=request.choice.skip,
         limit=request.choice.limit,
+        confidence_threshold=options.confidence_threshold,
     )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from helixctl.decoding.acceptance import PositionAcceptance
+from helixctl.decoding.calibration import Calibration, Calibrations, by_bin
 from helixctl.errors import UsageError
 from helixctl.metrics import names, page
 from helixctl.metrics.charts import bar_chart, line_chart
@@ -27,6 +28,10 @@ _CURVES = (names.VAL_ACCEPT_LEN, names.LIVE_ACCEPT_LEN)
 _SCORE_NOTE = "score: mean over prompts of each prompt's mean; accept_len: over all cycles, so long answers weigh more"
 _POSITION_NOTE = "share of the drafts at each position of the block that were accepted; 1 follows the anchor"
 _REACHED_NOTE = "the same among the blocks whose earlier drafts were all accepted"
+_CONFIDENCE_NOTE = (
+    "what the drafter expected of the verified drafts, and how many were accepted: the block up to a draft, which is "
+    "what a threshold cuts, and the draft itself where those before it were accepted"
+)
 _TRAINING_NOTE = "along the training run that this checkpoint comes from, by step"
 _BAR_WIDTH = 20
 _SPARKS = "▁▂▃▄▅▆▇█"
@@ -60,6 +65,9 @@ def make_text(result: ValidationResult, history: History) -> str:
         rows = [_source_row(source) for source in _all_sources(result)]
         parts += ["## Sources", _SCORE_NOTE, _markdown_table(_SOURCE_HEADS, rows)]
         parts += ["## Acceptance by position", _POSITION_NOTE, _position_table(result)]
+    if result.confidence is not None:
+        rows = _confidence_rows(result.confidence)
+        parts += ["## Confidence", _CONFIDENCE_NOTE, _markdown_table(_CONFIDENCE_HEADS, rows)]
     spark = [(name, history.finite(name)) for name in _CURVES]
     if any(curve for _, curve in spark):
         lines = [[name, _spark(curve), f"{curve[-1][1]:.3f}"] for name, curve in spark if curve]
@@ -102,7 +110,15 @@ def _verdict(result: ValidationResult) -> str:
     return " ".join(said) or "Nothing was decoded."
 
 
-_SOURCE_HEADS = ["source", "prompts", "turns", "tokens", "score", "accept_len", "same as greedy"]
+_SOURCE_HEADS = [
+    *("source", "prompts", "turns", "tokens", "score", "accept_len"),
+    *("verified per cycle", "accepted of them", "same as greedy"),
+]
+_CONFIDENCE_HEADS = [
+    "expected",
+    *("up to the draft: drafts", "expected, mean", "accepted"),
+    *("where reached: drafts", "expected, mean", "accepted"),
+]
 _PROMPT_HEADS = ["source", "prompt", "turns", "tokens", "cycles", "accept_len", "same as greedy"]
 
 
@@ -114,6 +130,8 @@ def _sections(result: ValidationResult, history: History) -> Iterator[str]:
     yield from page.charted("Score by source", bar_chart(scores, "score by source"))
     yield from _position_chart("Acceptance by position", result, lambda p: p.share, _POSITION_NOTE)
     yield from _position_chart("Acceptance where reached", result, lambda p: p.conditional, _REACHED_NOTE)
+    if result.confidence is not None:
+        yield from _confidence_sections(result.confidence)
     curves = line_chart({name: history.finite(name) for name in _CURVES}, "acceptance length over training")
     yield from page.charted("Acceptance length over training", curves, _TRAINING_NOTE)
     for heading, rows_of in _fact_sections(result):
@@ -132,6 +150,32 @@ def _position_chart(
     yield from page.charted(heading, line_chart(lines, heading), note)
 
 
+def _confidence_sections(found: Calibrations) -> Iterator[str]:
+    lines = {
+        "up to the draft": [(one.predicted, one.accepted) for one in found.survival.bins],
+        "where reached": [(one.predicted, one.accepted) for one in found.reached.bins],
+        "as expected": [(0.0, 0.0), (1.0, 1.0)],
+    }
+    chart = line_chart(lines, "accepted by what the drafter expected")
+    yield from page.charted("Accepted by what the drafter expected", chart, _CONFIDENCE_NOTE)
+    yield page.section("Confidence", page.table(_CONFIDENCE_HEADS, _confidence_rows(found)), wide=True)
+
+
+def _confidence_rows(found: Calibrations) -> list[list[Any]]:
+    """Bins down, and all drafts with the expected calibration error."""
+    rows: list[list[Any]] = []
+    for low, high, *both in by_bin(found):
+        cells = [[one.num_drafts, _mean(one.predicted), _mean(one.accepted)] if one else [None] * 3 for one in both]
+        rows.append([f"{low:.1f} to {high:.1f}", *cells[0], *cells[1]])
+    whole = [[one.num_drafts, _mean(one.predicted), _mean(one.accepted)] for one in (found.survival, found.reached)]
+    errors = [[None, _error(one), None] for one in (found.survival, found.reached)]
+    return [*rows, ["all", *whole[0], *whole[1]], ["calibration error", *errors[0], *errors[1]]]
+
+
+def _error(found: Calibration) -> str:
+    return f"{found.error:.3f}"
+
+
 def _all_sources(result: ValidationResult) -> list[SourceResult]:
     """The sources, and all together where there are several."""
     return [*result.sources, *([result.total] if result.total is not None and len(result.sources) > 1 else [])]
@@ -139,8 +183,9 @@ def _all_sources(result: ValidationResult) -> list[SourceResult]:
 
 def _source_row(source: SourceResult) -> list[Any]:
     same = None if source.identical is None else f"{source.identical} of {source.num_turns}"
-    means = [_mean(source.score), _mean(source.accept_len)]
-    return [source.source, source.num_prompts, source.num_turns, source.num_tokens, *means, same]
+    means = [_mean(source.score), _mean(source.accept_len), _mean(source.verified_per_cycle)]
+    share = None if source.accepted_per_verified is None else f"{100 * source.accepted_per_verified:.1f} %"
+    return [source.source, source.num_prompts, source.num_turns, source.num_tokens, *means, share, same]
 
 
 def _prompt_row(prompt: PromptResult) -> list[Any]:

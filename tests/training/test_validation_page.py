@@ -16,7 +16,7 @@ from tests.browser import look_at, needs_browser
 from tests.chats import write_jsonl
 from tests.cli.runner import Runner
 from tests.training.conftest import TrainedWorld
-from tests.training.validations import VALIDATED
+from tests.training.validations import CONFIDENCE, VALIDATED
 
 HISTORY = History({"val/accept_len": ((10, 1.1), (20, 1.5), (30, 1.4)), "val/accept_len_live": ((10, 1.0), (20, 1.3))})
 BARE = replace(VALIDATED, prompts=(), sources=(), total=None, settings=None, greedy=(), proofs=(), held_out={})
@@ -58,7 +58,7 @@ def test_samples_are_told() -> None:
 def test_the_text_has_tables_and_bars() -> None:
     text = make_text(VALIDATED, HISTORY)
     lines = text.splitlines()
-    assert "| math | 2 | 3 | 40 | 2.300 | 2.200 | 3 of 3 |" in lines
+    assert "| math | 2 | 3 | 40 | 2.300 | 2.200 | 3.000 | 45.8 % | 3 of 3 |" in lines
     assert "| math | q\\|1 | 2 | 4 | 2 | 2.500 | 1 of 2 |" in lines
     assert "| talk | mt/81 | 1 | 1 | 0 | – | 0 of 1 |" in lines
     assert (
@@ -70,6 +70,18 @@ def test_the_text_has_tables_and_bars() -> None:
     for block in text.split("\n\n"):
         if block.startswith("|"):
             assert len({len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}) == 1, block
+
+
+def test_what_the_drafter_expected_is_drawn_and_listed() -> None:
+    asked = replace(VALIDATED, confidence=CONFIDENCE)
+    page = make_validation_page(asked, HISTORY)
+    assert page.count('<svg class="chart"') == 5 and "<h2>Accepted by what the drafter expected</h2>" in page
+    lines = make_text(asked, HISTORY).splitlines()
+    assert "## Confidence" in lines and "## Confidence" not in make_text(VALIDATED, HISTORY)
+    assert "| 0.2 to 0.3 | 10 | 0.250 | 0.300 | – | – | – |" in lines
+    assert "| 0.8 to 0.9 | 30 | 0.850 | 0.900 | 30 | 0.800 | 0.600 |" in lines
+    assert "| all | 40 | 0.500 | 0.450 | 30 | 0.800 | 0.600 |" in lines
+    assert "| calibration error | – | 0.050 | – | – | 0.200 | – |" in lines
 
 
 def test_the_command_writes_what_it_is_told(trained: TrainedWorld, run: Runner, tmp_path: Path) -> None:

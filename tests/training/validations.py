@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from helixctl.decoding.acceptance import PositionAcceptance
+from helixctl.decoding.calibration import Bin, Calibration, Calibrations
 from helixctl.training.results import (
     GreedyCheck,
     PromptResult,
@@ -19,9 +20,14 @@ from helixctl.training.results import (
 def make_source(name: str, score: float, accepted: tuple[int, ...]) -> SourceResult:
     """A source whose drafts were judged eight times at every position."""
     positions = tuple(PositionAcceptance(k, 8, 8, count) for k, count in enumerate(accepted, start=1))
-    return SourceResult(name, 2, 3, 40, score, score - 0.1, 3, positions)
+    share = sum(accepted) / (8 * len(accepted))
+    return SourceResult(name, 2, 3, 40, score, score - 0.1, 3, positions, float(len(accepted)), share)
 
 
+CONFIDENCE = Calibrations(
+    reached=Calibration(30, 0.8, 0.6, 0.2, (Bin(0.8, 0.9, 30, 0.8, 0.6),)),
+    survival=Calibration(40, 0.5, 0.45, 0.05, (Bin(0.2, 0.3, 10, 0.25, 0.3), Bin(0.8, 0.9, 30, 0.85, 0.9))),
+)
 TURNS = (
     TurnResult("What is 1+1?", 3, 2.5, True, (Segment("It", "prefill"), Segment(" is", "draft"))),
     TurnResult("And <b>2+2</b>?", 1, None, False, (Segment("<i>4</i>", "prefill"),)),

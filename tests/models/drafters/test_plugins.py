@@ -13,6 +13,7 @@ from helixctl.checkpoint.check import check_published
 from helixctl.checkpoint.convert import convert
 from helixctl.checkpoint.published import default_format, formats_of, open_published
 from helixctl.checkpoint.store import load_checkpoint
+from helixctl.errors import UsageError
 from helixctl.models.drafters._memory import Work
 from helixctl.plan import Plan
 from helixctl.plugins import DRAFTERS, load_plugin, plugin_names
@@ -20,7 +21,7 @@ from helixctl.training.build import build_drafter
 from helixctl.training.commands import ExportRequest, run_export
 from helixctl.training.results import TrainResult
 from helixctl.training.run import run_training
-from helixctl.training.validate import run_validation
+from helixctl.training.validate import ValidationRequest, run_validation
 from tests.chats import make_chat_world, prepare_world
 from tests.training.worlds import make_world_plan, tensors_equal
 
@@ -80,6 +81,20 @@ def test_decoding_is_lossless_and_every_proof_holds(made: Made) -> None:
     assert found.lossless and found.prompts
     assert [proof.name for proof in found.proofs if not proof.passed] == []
     assert found.held_out["val/loss"] == pytest.approx(validation_losses(made)[found.step], rel=1e-4)
+
+
+def test_blocks_are_cut_where_it_expects_less_and_it_is_refused_where_it_expects_nothing(made: Made) -> None:
+    if not made.plan().recipe.drafter.tells_confidence:
+        with pytest.raises(UsageError, match=f"{made.algorithm} drafters do not tell how sure they are"):
+            run_validation(made.plan(), ValidationRequest(confidence_threshold=0.5))
+        return
+    whole = run_validation(made.plan(), ValidationRequest(confidence_threshold=0.0, acceptance_only=True))
+    cut = run_validation(made.plan(), ValidationRequest(confidence_threshold=0.5))
+    assert cut.lossless and whole.total is not None and cut.total is not None and whole.confidence is not None
+    assert (cut.total.verified_per_cycle or 0.0) < (whole.total.verified_per_cycle or 0.0)
+    assert whole.confidence.survival.num_drafts == sum(p.judged for p in whole.total.positions)
+    plain = run_validation(made.plan(), ValidationRequest(acceptance_only=True))
+    assert plain.confidence is None and plain.accept_len == whole.accept_len
 
 
 def test_its_export_is_recognised_and_sound(made: Made) -> None:

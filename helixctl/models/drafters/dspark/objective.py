@@ -61,6 +61,7 @@ def _score(drafted: Drafted, model: DFlashDraftModel, *, training: bool) -> Scor
         term = (chosen.weights * F.binary_cross_entropy_with_logits(sure, accepted, reduction="none")).sum()
         numerator = numerator + loss.confidence * term
         terms["term_confidence"] = term.detach()
+        terms["term_confidence_error"] = (chosen.weights * (sure.detach().sigmoid() - accepted).abs()).sum()
     return scored_of(drafted, chosen, numerator, (chosen.weights, terms, found.correct))
 
 

@@ -6,7 +6,7 @@ Legend: H target width, V vocabulary, r rank of the sequential head, N slots of 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
@@ -49,6 +49,8 @@ class Loss(_options.Loss):
 class Options(BlockOptions):
     """Every slot of a block predicts the next token, biased by the token before it through two factors of low rank."""
 
+    tells_confidence: ClassVar[bool] = True
+    """By the confidence head."""
     algorithm: Literal["dspark"] = "dspark"
     block_size: Annotated[int, Field(ge=2)] = 8
     """Tokens drafted per block, the anchor included: one more than the block has slots, and than published
