@@ -52,7 +52,7 @@ def main() -> None:
             print(json.dumps({"shape": name, **measure(name, Path(folder), options)}), flush=True)
 
 
-def parse_options() -> argparse.Namespace:
+def parse_options(words: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shapes", nargs="+", choices=sorted(SHAPES))
@@ -61,7 +61,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as in helixctl")
     parser.add_argument("--only", choices=("target", "drafter", "pipeline"), help="measure this alone")
     parser.add_argument("--kernels", type=int, default=0, help="also list so many kernels by time")
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
 def measure(name: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:

@@ -123,6 +123,7 @@ def gpu_cases(num_gpus: int) -> list[Case]:
     cases += [Case("8b", 1, 1, processes=8, together=True), Case("8b-256", 8, 8, together=True)]
     if 1 <= num_gpus < 8:
         own = [Case(w, num_gpus, num_gpus, together=True) for w in ("8b", "8b-packed", "27b")]
+        own += [Case("8b", num_gpus, num_gpus, together=True, kind=role) for role in ("target", "drafter")]
         split = [Case("8b", 1, 1, processes=2)] if num_gpus >= 4 else []
         cases = [*cases[:3], *own, *split, *cases[3:]]
     return list(dict.fromkeys(cases))

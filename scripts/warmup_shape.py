@@ -31,12 +31,12 @@ def main() -> None:
             print(json.dumps({"shape": name, **measure(name, Path(folder), options.set)}), flush=True)
 
 
-def parse_options() -> argparse.Namespace:
+def parse_options(words: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shapes", nargs="+", choices=sorted(SHAPES))
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as in helixctl")
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
 def measure(name: str, folder: Path, overrides: list[str]) -> dict[str, Any]:

@@ -1,0 +1,32 @@
+"""scripts/gpu_benchmarks.py runs scripts that exist, with options that they know."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from scripts import gpu_benchmarks
+from scripts.gpu_benchmarks import benchmarks
+
+
+def test_every_measurement_has_a_script_and_a_name_of_its_own(tmp_path):
+    commands = benchmarks(tmp_path)
+    assert len({command.name for command in commands}) == len(commands)
+    for command in commands:
+        assert callable(importlib.import_module(command.words[2]).main)
+
+
+@pytest.mark.parametrize("name", ["scripts.benchmark_shape", "scripts.topologies", "scripts.warmup_shape"])
+def test_options_are_known(name, tmp_path):
+    module = importlib.import_module(name)
+    for command in benchmarks(tmp_path):
+        if command.words[2] == name:
+            module.parse_options(list(command.words[3:]))
+
+
+def test_words_choose_and_nothing_runs_without_time(tmp_path, capsys):
+    assert gpu_benchmarks.main(["shape", "--out", str(tmp_path / "out"), "--limit-s", "0"]) == 1
+    printed = capsys.readouterr().out
+    assert "not: shape 8b packed" in printed and "lm 87m" not in printed
+    assert gpu_benchmarks.main(["nothing of this name", "--out", str(tmp_path / "out")]) == 0
