@@ -13,7 +13,8 @@ from helixctl.devices import DtypeName
 from helixctl.errors import Problem
 from helixctl.machine import Machine
 from helixctl.models.drafters._memory import StepBytes
-from helixctl.models.facts import DTYPE_BYTES, TargetFacts, target_parameters
+from helixctl.models.facts import DTYPE_BYTES, TargetFacts, table_parameters
+from helixctl.models.float8_format import Float8, weight_bytes
 from helixctl.recipe.schema import ValidationOptions
 
 CUDA_LINE = "CUDA context and workspace"
@@ -85,6 +86,8 @@ class Load:
     """Main memory of a process before anything of the run is there."""
     num_processes: int = 1
     """Processes that add up gradients."""
+    float8: Float8 | None = None
+    """How the products of the target's layers are done; None: in its dtype."""
 
     @property
     def target_devices(self) -> tuple[str, ...]:
@@ -97,7 +100,7 @@ class Load:
 
     @property
     def element_bytes(self) -> int:
-        """Of target weights, features and slots."""
+        """Of target weights that are not float8, features and slots."""
         return DTYPE_BYTES[self.target_dtype]
 
     @property
@@ -219,7 +222,8 @@ def _target_lines(load: Load, device: str) -> Iterator[MemoryLine]:
     rows = ("train.micro_batch_rows", f"lower train.micro_batch_rows ({load.rows}) or data.seq_len ({load.seq_len})")
     if not load.stored:
         apart = "pipeline.targets", "use a smaller target, target.dtype: bfloat16, or a device that it has to itself"
-        num_bytes = round(load.weights_share(device) * target_parameters(target) * size)
+        whole = table_parameters(target) * size + weight_bytes(target, size, load.float8)
+        num_bytes = round(load.weights_share(device) * whole)
         yield MemoryLine(device, "target weights", num_bytes, *apart)
         width = 8 * target.hidden_size + 3 * (target.intermediate_size or target.expert_intermediate_size)
         yield MemoryLine(device, "target activations", passes * load.rows * load.seq_len * width * size, *rows)

@@ -26,6 +26,7 @@ from helixctl.memory import Load, MemoryLine, device_bytes, estimate_memory, mem
 from helixctl.models.drafters._memory import StepBytes, Work
 from helixctl.models.drafters._parts import count_frozen, freeze_problems
 from helixctl.models.facts import DTYPE_BYTES, TargetFacts, read_target_facts
+from helixctl.models.float8_format import Float8, choose_float8, float8_warnings
 from helixctl.models.taps import choose_taps
 from helixctl.plugins import DRAFTERS, load_plugin
 from helixctl.recipe.schema import DrafterOptions, Recipe, StepOptions
@@ -79,6 +80,8 @@ class Plan:
     mix: tuple[MixLine, ...]
     """What an epoch is made of, by source; empty until `prepare` has run."""
     target_dtype: DtypeName
+    float8: Float8 | None
+    """How the products of the target's layers are done; None: in its dtype."""
     compute_dtype: DtypeName
     parameters: int
     """Trained parameters of the drafter."""
@@ -130,6 +133,7 @@ class Plan:
         target = {f.name: getattr(self.target, f.name) for f in fields(self.target) if f.name != "raw"}
         records = {name: [asdict(record) for record in plain[name]] for name in ("memory", "lacks", "mix")}
         plain |= {"recipe": self.recipe.model_dump(mode="json"), "target": target, "world": asdict(self.world)}
+        plain["float8"] = self.float8 and asdict(self.float8)
         return {**plain, **records}
 
 
@@ -174,6 +178,7 @@ def make_plan(recipe: Recipe, machine: Machine) -> Plan:
         anchor_coverage=counts.anchor_coverage if counts else None,
         mix=counts.mix if counts else (),
         target_dtype=load.target_dtype,
+        float8=load.float8,
         compute_dtype=compute_dtype(recipe.train, drafters, machine),
         parameters=load.parameters,
         frozen_parameters=load.frozen_parameters,
@@ -252,6 +257,7 @@ def _make_load(
         num_processes=machine.world.size,
         process_bytes=machine.process_bytes,
         stored=recipe.target.features is not None,
+        float8=choose_float8(recipe.target, target),
     )
 
 
@@ -340,7 +346,7 @@ def _check_features(recipe: Recipe, taps: tuple[int, ...], load: Load) -> Iterat
         return
     from helixctl.data.stored_features import FeatureKey, check_features, digest_target
 
-    width, target = load.target.hidden_size, digest_target(load.target.raw)
+    width, target = load.target.hidden_size, digest_target(load.target.raw, load.float8)
     taps = (*taps, load.target.num_layers - 1) if load.last_hidden else taps
     wanted = FeatureKey("", target, taps, load.target_dtype, width, recipe.data.seq_len)
     yield from check_features(recipe.target.features, wanted, recipe.data.store)
@@ -374,6 +380,7 @@ def _data_warnings(recipe: Recipe, target: TargetFacts, counts: DataCounts | Non
 def _run_warnings(recipe: Recipe, load: Load, memory: tuple[MemoryLine, ...], machine: Machine) -> Iterator[str]:
     if recipe.target.features is not None and recipe.validation.every_steps and recipe.validation.live_prompts:
         yield "target.features is set: nothing is decoded during training, `helixctl validate` does so afterwards"
+    yield from float8_warnings(recipe.target, load.target, load.float8)
     if recipe.target.trust_remote_code:
         yield (
             f"target.trust_remote_code is on: Python code that {recipe.target.model} brings along runs with your "

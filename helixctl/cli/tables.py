@@ -32,7 +32,7 @@ def plan_sections(plan: Plan) -> Iterator[tuple[str, dict[str, str]]]:
             "model": recipe.target.model,
             "shape": f"{target.model_type}, {target.num_layers} layers of {target.hidden_size}, "
             f"vocabulary {target.vocab_size:,}",
-            "dtype": plan.target_dtype,
+            "dtype": plan.target_dtype + (f", products in {plan.float8}" if plan.float8 else ""),
             "devices": devices_of(tuple(" and ".join(span) for span in plan.target_spans)),
         },
     )

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from helixctl.data.store import SPLITS, Split, SplitName, Store, read_manifest
 from helixctl.errors import DataError, Problem
 from helixctl.models.facts import DTYPE_BYTES
+from helixctl.models.float8_format import Float8
 
 FORMAT_NAME = "helixctl-features"
 FORMAT_VERSION = 1
@@ -168,9 +169,9 @@ def choose_shard_tokens(store: Store, key: FeatureKey, shard_bytes: int = SHARD_
     return max(1, shard_bytes // key.token_bytes, -(-total // MAX_SHARDS))
 
 
-def digest_target(raw: Mapping[str, Any]) -> str:
-    """Hash of a target's configuration."""
-    return _digest(raw)
+def digest_target(raw: Mapping[str, Any], float8: Float8 | None) -> str:
+    """Hash of a target's configuration, and of how its products are done."""
+    return _digest(raw if float8 is None else [raw, asdict(float8)])
 
 
 def read_features(path: Path) -> FeatureManifest:
@@ -230,7 +231,8 @@ def differences(stored: FeatureKey, wanted: FeatureKey) -> list[str]:
     ]
     if not {*wanted.taps} <= {*stored.taps}:
         found.insert(0, f"taps {stored.taps} instead of {wanted.taps}")
-    found += [f"another {name}" for name in ("data", "target") if getattr(stored, name) != getattr(wanted, name)]
+    others = {"data": "another data", "target": "another target, or another target.quantization"}
+    found += [told for name, told in others.items() if getattr(stored, name) != getattr(wanted, name)]
     if stored.weights and wanted.weights and stored.weights != wanted.weights:
         found.append("another target: its weights differ")
     if stored.seq_len < wanted.seq_len:

@@ -22,7 +22,7 @@ from helixctl.doctor.probe import LIVE_IDS, Outcome, State
 from helixctl.errors import HelixError
 from helixctl.models.target import Target
 from helixctl.plan import Plan
-from helixctl.training.build import build_drafter, drafter_plugin, load_target
+from helixctl.training.build import build_drafter, drafter_plugin, load_exact_target
 from helixctl.training.live import Prompt, decode_options, held_out_prompts
 from helixctl.training.process import set_up_process
 from helixctl.training.proofs import prove
@@ -62,7 +62,7 @@ def prove_live(
     try:
         set_up_process(plan)
         material = _material(plan)
-        target = load_target(plan, plan.target_devices[0], "float32")
+        target = load_exact_target(plan, plan.target_devices[0])
         told, drafter = _drafter(plan, checkpoint, target)
         yield _outcome(_SUBJECT, "ok", f"{told}, on {material.source}", started_at)
         started_at = perf_counter()

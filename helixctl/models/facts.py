@@ -114,12 +114,26 @@ def read_model_facts(options: ModelOptions) -> TargetFacts:
 
 def target_parameters(facts: TargetFacts) -> int:
     """Weights of the whole target, norms and biases left out."""
+    return table_parameters(facts) + facts.num_layers * layer_parameters(facts)
+
+
+def table_parameters(facts: TargetFacts) -> int:
+    """Weights of embedding and head."""
+    return facts.vocab_size * facts.hidden_size * (1 if facts.tie_word_embeddings else 2)
+
+
+def layer_parameters(facts: TargetFacts) -> int:
+    """Weights of one layer's matrices."""
     attention = facts.hidden_size * facts.head_dim * (2 * facts.num_heads + 2 * facts.num_kv_heads)
-    mlp = 3 * facts.hidden_size * (facts.intermediate_size or 4 * facts.hidden_size)
     if facts.num_experts:
-        mlp = 3 * facts.hidden_size * facts.expert_intermediate_size * facts.num_experts
-    tables = facts.vocab_size * facts.hidden_size * (1 if facts.tie_word_embeddings else 2)
-    return tables + facts.num_layers * (attention + mlp)
+        return attention + 3 * facts.hidden_size * facts.expert_intermediate_size * facts.num_experts
+    return attention + 3 * facts.hidden_size * (facts.intermediate_size or 4 * facts.hidden_size)
+
+
+def layer_outputs(facts: TargetFacts) -> int:
+    """Rows of all matrices of one layer without experts."""
+    attention = facts.head_dim * (facts.num_heads + 2 * facts.num_kv_heads) + facts.hidden_size
+    return attention + 2 * (facts.intermediate_size or 4 * facts.hidden_size) + facts.hidden_size
 
 
 def _read_facts(path: Path) -> TargetFacts:
@@ -222,6 +236,12 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+@cache
+def _tell_of_hub(model: str) -> None:
+    """Once for a model: a mistyped folder looks like a name, and a hub that cannot be reached is asked for half a minute."""
+    _log.warning("%s is no folder here: asking the hub for it", model)
+
+
 def find_model_file(model: str, file: str) -> Path | None:
     """A file of the model, in its folder or from the hub (cached or downloaded); None where the model has none.
 
@@ -231,14 +251,16 @@ def find_model_file(model: str, file: str) -> Path | None:
     if Path(model).is_dir():
         path = Path(model) / file
         return path if path.is_file() else None
-    if model.startswith(("/", ".", "~")):
-        raise ModelError(f"there is no folder {model}", fix="check the path of the model")
+    if model.startswith(("/", ".", "~")) or Path(model).is_file():
+        found = f"{model} is a file" if Path(model).is_file() else f"there is no folder {model}"
+        raise ModelError(found, fix="name the folder of the model")
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     cached = try_to_load_from_cache(model, file)
     if isinstance(cached, str):
         return Path(cached)
+    _tell_of_hub(model)
     try:
         return Path(hf_hub_download(model, file, etag_timeout=5))
     except LocalEntryNotFoundError as error:

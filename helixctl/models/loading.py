@@ -6,6 +6,7 @@ All that depends on how transformers lays out a model stands here and in ``atten
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from torch import Tensor, nn
 from helixctl.errors import ModelError
 from helixctl.models import attention
 from helixctl.models.facts import TargetFacts
-from helixctl.models.quiet import silence_transformers
+from helixctl.models.float8 import quantize_layers, restore_layers
+from helixctl.models.float8_format import Float8, stored_float8
+from helixctl.models.quiet import expecting, silence_transformers
 from helixctl.models.shared import SharedWeights
 from helixctl.models.spread import spread
 from helixctl.recipe.schema import TargetOptions
@@ -56,6 +59,8 @@ def choose_backend(options: TargetOptions, facts: TargetFacts, device: torch.dev
 def load_model(options: TargetOptions, facts: TargetFacts, dtype: torch.dtype) -> Any:
     """The causal LM on the CPU (its files are mapped, not read twice), frozen, in eval mode.
 
+    Float8 weights come without their scales; ``set_products`` brings them.
+
     Raises:
         ModelError: see ``Target.load``.
     """
@@ -64,14 +69,17 @@ def load_model(options: TargetOptions, facts: TargetFacts, dtype: torch.dtype) -
     attention.register()
     silence_transformers()
     ours = not facts.recurrent
+    stored = stored_float8(facts.raw)
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            options.model,
-            dtype=dtype,
-            attn_implementation=attention.IMPLEMENTATION if ours else "sdpa",
-            trust_remote_code=options.trust_remote_code,
-            use_safetensors=True,
-        )
+        with nullcontext() if stored is None else expecting(stored.stored):
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                options.model,
+                **({} if stored is None else _without_quantizer(options)),
+                dtype=dtype,
+                attn_implementation=attention.IMPLEMENTATION if ours else "sdpa",
+                trust_remote_code=options.trust_remote_code,
+                use_safetensors=True,
+            )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(f"cannot load target {options.model}: {error}", fix=_fix(options)) from error
     except (RuntimeError, SafetensorError) as error:  # of other sizes than config.json says, or cut off
@@ -83,6 +91,33 @@ def load_model(options: TargetOptions, facts: TargetFacts, dtype: torch.dtype) -
             fix="use a target whose attention goes through transformers' attention functions",
         )
     return model.eval().requires_grad_(False)
+
+
+def _without_quantizer(options: TargetOptions) -> dict[str, Any]:
+    """Arguments with which the library takes float8 weights as bare numbers.
+
+    Its quantiser of `fp8` makes bfloat16 of them without a GPU, and fetches kernels from the hub with one; that of
+    `compressed-tensors` needs a package, and multiplies in bfloat16 unless asked.
+    """
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(options.model, trust_remote_code=options.trust_remote_code)
+    for section in (config, config.get_text_config()):
+        section.__dict__.pop("quantization_config", None)
+    return {"config": config}
+
+
+def set_products(model: Any, options: TargetOptions, facts: TargetFacts, float8: Float8 | None) -> None:
+    """Let the layers of ``model``, as ``load_model`` gave it, multiply as ``choose_float8`` says.
+
+    Raises:
+        ModelError: scales that do not fit the weights.
+    """
+    decoder, stored = find_decoder(model, facts.num_layers), stored_float8(facts.raw)
+    if stored is not None:
+        restore_layers(model, decoder, options.model, stored, plain=float8 is None)
+    elif float8 is not None:
+        quantize_layers(decoder, float8)
 
 
 def _fix(options: TargetOptions) -> str:

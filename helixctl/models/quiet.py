@@ -1,4 +1,4 @@
-"""Keeps transformers' progress bars out of what our commands print."""
+"""Keeps transformers' progress bars and reports out of what our commands print."""
 
 from __future__ import annotations
 
@@ -12,6 +12,20 @@ def silence_transformers() -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+
+
+@contextmanager
+def expecting(ending: str) -> Iterator[None]:
+    """While this is open, tensors of a checkpoint whose names end so are not reported as left over."""
+    import transformers
+
+    base: Any = transformers.PreTrainedModel
+    original = base._keys_to_ignore_on_load_unexpected
+    base._keys_to_ignore_on_load_unexpected = [*(original or ()), rf"\.{ending}$"]
+    try:
+        yield
+    finally:
+        base._keys_to_ignore_on_load_unexpected = original
 
 
 @contextmanager

@@ -27,6 +27,8 @@ from helixctl.models import attention, loading
 from helixctl.models.facts import TargetFacts, read_target_facts
 from helixctl.models.features import FixedFeatures, check_calls
 from helixctl.models.flex import FlexCall, make_flex
+from helixctl.models.float8 import is_float8
+from helixctl.models.float8_format import choose_float8
 from helixctl.models.shared import SharedWeights
 from helixctl.models.spread import RuleByDevice
 from helixctl.recipe.schema import TargetOptions
@@ -67,6 +69,8 @@ class Target:
             if index in self.taps or index == facts.num_layers - 1:
                 layer.register_forward_hook(self._hook(index))
         self.dtype: torch.dtype = model.get_input_embeddings().weight.dtype
+        self.float8 = is_float8(model)
+        """Products are done in float8, so that the last bit of a state may become a percent of it."""
         shared = loading.shared_weights(model, self._decoder, facts)
         self.shared: SharedWeights = shared if shared.embedding.device == shared.head.device else shared.to(device)
 
@@ -99,14 +103,21 @@ class Target:
                 f"target layers {bad or list(taps)} do not exist: {options.model} has {facts.num_layers} layers",
                 fix=f"give target_layer_ids between 0 and {facts.num_layers - 1}",
             )
-        if len(span) > 1:
-            backend = loading.spread_backend(options)
-            model = loading.load_model(options, facts, dtype)
+        apart, float8 = len(span) > 1, choose_float8(options, facts)
+        backend = loading.spread_backend(options) if apart else loading.choose_backend(options, facts, device)
+        model = loading.load_model(options, facts, dtype)
+        loading.set_products(model, options, facts, float8)
+        if apart:
             loading.spread_model(model, facts, span)
         else:
-            backend = loading.choose_backend(options, facts, device)
-            model = loading.load_model(options, facts, dtype).to(device)
+            model = model.to(device)
         return cls(model, facts, taps, backend, device)
+
+    @property
+    def precision(self) -> str:
+        """What states and products are in, for people."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{dtype} with float8 products" if self.float8 else dtype
 
     @property
     def layers(self) -> nn.ModuleList:

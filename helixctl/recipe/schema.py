@@ -50,6 +50,9 @@ class TargetOptions(Section):
     """A stored config.json, used by `plan` when the model itself is not on this machine."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Weights and compute. auto: the checkpoint's own; float32 on a CPU without bfloat16 instructions."""
+    quantization: Literal["auto", "none", "fp8"] = "auto"
+    """What is served: fp8 does the products of the layers in float8, activations quantised token by token. auto: as
+    the checkpoint is stored; none: in `dtype`, a float8 checkpoint too."""
     attention: Literal["auto", "segments", "flex", "dense"] = "auto"
     """How packed documents are kept apart: a call per document, compiled flex_attention, or one dense mask (slow)."""
     compile: Literal["auto", "on", "off"] = "auto"

@@ -98,6 +98,18 @@ def load_target(plan: Plan, device: str, dtype: str | None = None) -> Target:
     return Target.load(plan.recipe.target, plan.target_layer_ids, torch.device(device), kind, span)
 
 
+def load_exact_target(plan: Plan, device: str) -> Target:
+    """The target in the precision in which rounding changes no token.
+
+    That is float32, or float64 with float8 products: a state that is one bit off there may be rounded to another of the
+    eight bits, which is a percent of it.
+    """
+    if plan.float8 is None:
+        return load_target(plan, device, "float32")
+    target = plan.recipe.target.model_copy(update={"attention": "segments"})  # flex knows no float64
+    return load_target(replace(plan, recipe=plan.recipe.model_copy(update={"target": target})), device, "float64")
+
+
 def drafter_plugin(plan: Plan) -> ModuleType:
     """The plug-in module of the recipe's algorithm."""
     return load_plugin(DRAFTERS, plan.recipe.drafter.algorithm, "plugin")

@@ -117,7 +117,7 @@ def _drafter_shapes(plan: Plan) -> Iterator[tuple[str, Any]]:
     yield "taps", list(plan.target_layer_ids)
     yield "data.packing", plan.packing
     yield "stored features", recipe.target.features is not None
-    for name in ("attention", "compile"):
+    for name in ("attention", "compile", "quantization"):
         yield f"target.{name}", getattr(recipe.target, name)
     yield from _flatten("drafter", recipe.drafter.model_dump(mode="json", exclude=set(_STARTS)))
 

@@ -135,6 +135,8 @@ def _trained_drafter_fingerprints(plan: Plan) -> dict[str, str]:
     parts = {"block size": drafter.block_size, "drafter": drafter.model_dump(mode="json")}
     if plan.recipe.data.curriculum.epochs:
         parts["curriculum"] = plan.recipe.data.curriculum.model_dump(mode="json")
+    if plan.float8 is not None:
+        parts["target's quantization"] = dataclasses.asdict(plan.float8)
     return {**{name: _digest(value) for name, value in parts.items()}, **_drafter_fingerprints(plan)}
 
 

@@ -42,7 +42,7 @@ def feature_key(plan: Plan, store: Store) -> FeatureKey:
     """What features must have been made from to serve this plan; the weights are left open."""
     return FeatureKey(
         data=store.fingerprint,
-        target=digest_target(plan.target.raw),
+        target=digest_target(plan.target.raw, plan.float8),
         taps=plan.captured_layers,
         dtype=plan.target_dtype,
         width=plan.target.hidden_size,

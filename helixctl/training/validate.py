@@ -23,7 +23,7 @@ from helixctl.decoding.timing import time_decode
 from helixctl.errors import DataError, UsageError
 from helixctl.models.target import Target
 from helixctl.plan import Plan
-from helixctl.training.build import load_target, make_loader, make_slot_for
+from helixctl.training.build import load_exact_target, load_target, make_loader, make_slot_for
 from helixctl.training.conversations import (
     Choice,
     Conversation,
@@ -36,7 +36,7 @@ from helixctl.training.evaluate import validation_metrics
 from helixctl.training.live import ShuffledFeatures, decode_options, held_out_prompts, make_policy
 from helixctl.training.loop import Drafter, autocast
 from helixctl.training.process import set_up_process
-from helixctl.training.proofs import MAX_TOKENS, prove
+from helixctl.training.proofs import EXACT, MAX_TOKENS, prove
 from helixctl.training.restore import Trained, load_trained
 from helixctl.training.results import GreedyCheck, Settings, Speed, ValidationResult
 from helixctl.training.run_dir import choose_checkpoint
@@ -122,7 +122,7 @@ class Validator:
 
     def speculate(self, target: Target, prompts: Sequence[Ids], options: DecodeOptions) -> list[Decoded]:
         """Answer every prompt with the drafter."""
-        progress = self._count(f"speculative decoding, {_name(target)}")
+        progress = self._count(f"speculative decoding, {target.precision}")
         return self._decoder_of(target).drafted(prompts, options, progress)
 
     def compare(
@@ -133,7 +133,7 @@ class Validator:
         Margins and rounding are measured where answers differ: they cost a pass of their own.
         """
         drafted = self.speculate(target, prompts, options) if drafted is None else drafted
-        decoder, progress = self._decoder_of(target), self._count(f"plain decoding, {_name(target)}")
+        decoder, progress = self._decoder_of(target), self._count(f"plain decoding, {target.precision}")
         answers = decoder.plain(prompts, options, progress)
         noise = None
         if any(one.tokens != other.tokens for one, other in zip(answers, drafted, strict=True)):
@@ -143,7 +143,7 @@ class Validator:
             judged = [*parted, *(place for place in range(len(prompts)) if place not in parted)][:NOISE_ANSWERS]
             noise = measure_noise(target, [answers[place] for place in judged], block_size)
         found = compare_greedy(answers, drafted, noise or 0.0)
-        check = GreedyCheck(_name(target), len(prompts), found.identical, found.near_ties, found.different, noise)
+        check = GreedyCheck(target.precision, len(prompts), found.identical, found.near_ties, found.different, noise)
         differing = {difference.prompt for difference in found.differences}
         return Compared(check, tuple(index not in differing for index in range(len(prompts))))
 
@@ -193,8 +193,8 @@ def run_validation(
 ) -> ValidationResult:
     """Validate a checkpoint: the one given, else the best of the run, else its newest.
 
-    Losslessness is judged in float32; the target's own precision is reported beside it with its near-ties. With a
-    temperature the answers are tested for the target's distribution instead.
+    Losslessness is judged in float32 (float64 with float8 products); the target's own precision is reported beside it
+    with its near-ties. With a temperature the answers are tested for the target's distribution instead.
 
     Raises:
         CheckpointError: there is no whole checkpoint, or it belongs to another recipe.
@@ -340,8 +340,8 @@ def _conversations(plan: Plan, store: Store, tokenizer: Any, request: Validation
 
 
 def _exact(plan: Plan, target: Target) -> Target:
-    """The target in float32, in which decoding must be lossless token for token."""
-    return target if target.dtype == torch.float32 else load_target(plan, plan.target_devices[0], "float32")
+    """The target in the precision in which decoding must be lossless token for token."""
+    return target if target.precision in EXACT else load_exact_target(plan, plan.target_devices[0])
 
 
 def proof_document(store: Store) -> Document:
@@ -372,7 +372,3 @@ def _result(path: Path, step: int) -> ValidationResult:
         speculative_tokens_per_s=None,
         proofs=(),
     )
-
-
-def _name(target: Target) -> str:
-    return str(target.dtype).removeprefix("torch.")

@@ -97,7 +97,7 @@ def test_too_little_memory_is_an_outcome(fresh: Path, monkeypatch) -> None:
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
 
-    monkeypatch.setattr(live, "load_target", full)
+    monkeypatch.setattr(live, "load_exact_target", full)
     (outcome,) = prove(fresh)
     assert outcome.state == "fail" and "2 GiB" in outcome.message and "float32" in str(outcome.remedy)
 

@@ -47,11 +47,16 @@ def test_compiled_layers_equal_the_forward_and_never_recompile(
         torch.compiler.set_stance("default")
 
 
-def test_all_layers_of_a_kind_share_one_graph(tmp_path: Any, traced_only: None) -> None:
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
+def test_all_layers_of_a_kind_share_one_graph(quantization: Any, tmp_path: Any, traced_only: None) -> None:
     torch._dynamo.utils.counters.clear()
-    target = load(tiny_llama(num_hidden_layers=7), tmp_path, "flex", taps=(0, 5))
-    assert target.fixed(make_batch()) is not None
+    target = load(tiny_llama(num_hidden_layers=7), tmp_path, "flex", taps=(0, 5), quantization=quantization)
+    batch = make_batch()
+    fixed = target.fixed(batch)
+    assert fixed is not None
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    for one, other in zip(real(batch, fixed.features(batch)), real(batch, target.features(batch)), strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_the_targets_own_modules_are_untouched(tmp_path: Any, traced_only: None) -> None:

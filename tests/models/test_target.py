@@ -58,10 +58,12 @@ def make_batch(spans: tuple[tuple[tuple[int, int], ...], ...] = SPANS, seq_len: 
     )
 
 
-def load(model: Any, folder: Any, backend: str = "segments", taps: tuple[int, ...] = TAPS) -> Target:
+def load(
+    model: Any, folder: Any, backend: str = "segments", taps: tuple[int, ...] = TAPS, quantization: Any = "auto"
+) -> Target:
     """A target with ``backend``; flex, which Target refuses on a CPU, runs uncompiled."""
     chosen: Any = "segments" if backend == "flex" else backend
-    options = TargetOptions(model=str(save_tiny(model, folder)), attention=chosen)
+    options = TargetOptions(model=str(save_tiny(model, folder)), attention=chosen, quantization=quantization)
     target = Target.load(options, taps, "cpu", torch.float32)
     if backend == "flex":
         target.backend, target.flex = "flex", make_flex(compiled=False)

@@ -148,6 +148,7 @@ def test_ctrl_c_keeps_whole_shards_and_the_next_run_goes_on(recipe: Path, monkey
         (["target.dtype=bfloat16"], "dtype float32 instead of bfloat16"),
         (["data.seq_len=33"], "documents cut at 32 tokens, data.seq_len is 33"),
         (["data.store=other"], "another data"),
+        (["target.quantization=fp8"], r"another target\.quantization"),
         (["target.model=wider"], "another target"),
     ],
 )

@@ -55,6 +55,7 @@ def plan_of(recipe: Path, *overrides: str) -> Plan:
         ("drafter.loss.decay_gamma=3.0", "drafter.loss.decay_gamma"),
         ("drafter.target_layer_ids=[0, 1]", "taps"),
         ("target.dtype=bfloat16", "target.dtype"),
+        ("target.quantization=fp8", "target.quantization"),
         ("run.deterministic=true", "run.deterministic"),
         ("pipeline.threads=7", "CPU threads"),
         ("compile.graphs=off", "compile.graphs"),

@@ -123,6 +123,8 @@ def test_a_second_run_in_the_same_directory_is_refused_and_a_drifted_resume_name
         run_training(make_world_plan(recipe, "drafter.mask_token_id=311"), resume=True)
     with pytest.raises(CheckpointError, match="optimizer"):
         run_training(make_world_plan(recipe, "train.learning_rate=0.5"), resume=True)
+    with pytest.raises(CheckpointError, match="written: target's quantization\n"):
+        run_training(make_world_plan(recipe, "target.quantization=fp8"), resume=True)
 
 
 def test_resuming_a_finished_run_changes_nothing(recipe: Path) -> None:

@@ -206,3 +206,10 @@ def test_proofs_find_a_document_even_where_all_begin_late(tmp_path: Path, begins
     ids, mask = validate.proof_document(Store.open(tmp_path / "store"))
     assert len(ids) == len(mask) == (MAX_TOKENS if begins[0] < MAX_TOKENS else 700 + MAX_TOKENS // 2)
     assert any(a and b for a, b in itertools.pairwise(mask))
+
+
+def test_a_float8_target_is_what_is_decoded_and_is_judged_in_float64(trained: TrainedWorld) -> None:
+    found = run_validation(trained.plan("target.quantization=fp8", "target.dtype=bfloat16"))
+    assert [check.dtype for check in found.greedy] == ["float64 with float8 products", "bfloat16 with float8 products"]
+    assert found.greedy[0].identical == found.greedy[0].prompts
+    assert all(proof.passed for proof in found.proofs) and len(found.proofs) == 4

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from helixctl.errors import ModelError
 from helixctl.models.drafters.dflash.model import DFlashDraftModel
+from helixctl.models.float8 import plain_weight
 from helixctl.models.shared import SharedWeights
 
 MATRICES = (
@@ -45,7 +46,8 @@ def copy_target_layers(
     _refuse_more_parts(sources, layers)
     for own, source in zip(model.layers, sources, strict=True):
         for name in MATRICES:
-            _copy(_part(own, name, source).weight, _part(layers[source], name, source).weight, f"layer {source} {name}")
+            weight = plain_weight(_part(layers[source], name, source))
+            _copy(_part(own, name, source).weight, weight, f"layer {source} {name}")
         for name in NORMS:
             _part(own, name, source).weight.copy_(_gain(_part(layers[source], name, source), model.norm.weight))
     model.norm.weight.copy_(_gain(shared.final_norm, model.norm.weight))
