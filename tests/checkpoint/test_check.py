@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from helixctl.checkpoint.check import CheckResult, check_published
-from helixctl.models.drafters.dflash.seen import ENGINES, SGLANG, SPECFORGE, SPECULATORS, VLLM, ZLAB
+from helixctl.models.drafters.dflash.engines import USES
+from helixctl.models.drafters.dflash.seen import SGLANG, SPECFORGE, SPECULATORS, VLLM, ZLAB
 from tests.checkpoint.builders import edit_config, export_to, make_facts
 from tests.cli.runner import Runner
 
@@ -35,7 +36,7 @@ def told(result: CheckResult) -> str:
 
 
 def test_our_own_exports_are_sound_for_everybody_who_reads_the_format(tmp_path: Path) -> None:
-    for name, expected in (("zlab", set(ENGINES)), ("speculators", {VLLM, SPECULATORS})):
+    for name, expected in (("zlab", set(USES)), ("speculators", {VLLM, SPECULATORS})):
         result = check_published(export_to(tmp_path / name, name), make_facts())
         assert reads(result) == expected, told(result)
         assert result.sound
@@ -54,32 +55,32 @@ ZLAB_FAULTS: list[tuple[dict[str, Any], str, set[str]]] = [
     ({"architectures": ["Qwen3DFlashDraftModel"]}, "not dispatched", {VLLM, SGLANG}),
     ({"num_target_layers": None}, "num_target_layers is missing", {ZLAB, SPECFORGE}),
     ({"block_size": None}, "stands in dflash_config only", {SPECFORGE}),
-    ({"block_size": 6}, "block_size is 6 at the top and 5", set(ENGINES)),
-    ({"dflash_config__mask_token_id": None}, "mask_token_id is missing", set(ENGINES)),
-    ({"dflash_config__mask_token_id": 100}, "no row of an embedding of 100", set(ENGINES)),
+    ({"block_size": 6}, "block_size is 6 at the top and 5", set(USES)),
+    ({"dflash_config__mask_token_id": None}, "mask_token_id is missing", set(USES)),
+    ({"dflash_config__mask_token_id": 100}, "no row of an embedding of 100", set(USES)),
     ({"dflash_config__mask_token_id": 2}, "is eos_token_id too", set()),
-    ({"dflash_config__target_layer_ids": [1, 6]}, "beyond the target's layers 0 to 5", set(ENGINES)),
-    ({"dflash_config__target_layer_ids": [4, 4]}, "repeat a layer", set(ENGINES)),
+    ({"dflash_config__target_layer_ids": [1, 6]}, "beyond the target's layers 0 to 5", set(USES)),
+    ({"dflash_config__target_layer_ids": [4, 4]}, "repeat a layer", set(USES)),
     ({"dflash_config__target_layer_ids": [2, 4]}, "look as if they were counted from 1", set()),
     ({"dflash_config__target_layer_ids": [1, 5]}, "after the final norm", {SPECULATORS}),
-    ({"dflash_config__target_layer_ids": [1]}, "shapes do not follow", set(ENGINES)),
-    ({"rope_theta": None, "rope_parameters": None}, "written nowhere", set(ENGINES)),
-    ({"rope_theta": 5e5}, "500000.0 at the top and 10000.0", set(ENGINES)),
+    ({"dflash_config__target_layer_ids": [1]}, "shapes do not follow", set(USES)),
+    ({"rope_theta": None, "rope_parameters": None}, "written nowhere", set(USES)),
+    ({"rope_theta": 5e5}, "500000.0 at the top and 10000.0", set(USES)),
     ({"rope_theta": None}, "transformers 4 take 10000", set()),
     ({"is_causal": None, "dflash_config__causal": None}, "causality is not written", set()),
-    ({"layer_types": ["full_attention"]}, "1 entries for 2 layers", set(ENGINES)),
+    ({"layer_types": ["full_attention"]}, "1 entries for 2 layers", set(USES)),
     ({"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64}, "V2_MODEL_RUNNER", set()),
     ({"max_position_embeddings": 128}, "drafting ends there", set()),
-    ({"hidden_size": 64}, "the target's is 32", set(ENGINES)),
-    ({"intermediate_size": 40}, "mlp.down_proj.weight is [32, 48], not [32, 40]", set(ENGINES)),
-    ({"num_hidden_layers": 3}, "tensors are missing: layers.2", set(ENGINES)),
+    ({"hidden_size": 64}, "the target's is 32", set(USES)),
+    ({"intermediate_size": 40}, "mlp.down_proj.weight is [32, 48], not [32, 40]", set(USES)),
+    ({"num_hidden_layers": 3}, "tensors are missing: layers.2", set(USES)),
     ({"num_hidden_layers": 1, "layer_types": ["full_attention"]}, "tensors that no DFlash drafter has", set()),
-    ({"dtype": "float32"}, "dtype is float32, the file's is bfloat16", set(ENGINES)),
+    ({"dtype": "float32"}, "dtype is float32, the file's is bfloat16", set(USES)),
     ({"dtype": None}, "dtype is not written", set()),
     ({"draft_vocab_size": 50}, "there is no tensor d2t", {VLLM, SPECULATORS}),
     ({"dflash_config__input_embedding_scale": 5.5}, "5.5 is not read", {VLLM, SPECULATORS, SPECFORGE}),
-    ({"rms_norm_eps": None}, "lacks rms_norm_eps", set(ENGINES)),
-    ({"is_neox_style": False}, "rotates halves", set(ENGINES)),
+    ({"rms_norm_eps": None}, "lacks rms_norm_eps", set(USES)),
+    ({"is_neox_style": False}, "rotates halves", set(USES)),
 ]
 
 
@@ -91,7 +92,7 @@ def test_faults_of_the_zlab_format(
     edit_config(folder, **changes)
     result = check_published(folder, make_facts())
     assert words in told(result)
-    assert set(ENGINES) - reads(result) == broken, told(result)
+    assert set(USES) - reads(result) == broken, told(result)
 
 
 SPECULATORS_FAULTS: list[tuple[dict[str, Any], str]] = [

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
+
+S = TypeVar("S")
+"""A published folder, as the rules see it."""
+_ORDER = ("error", "warning", "note")
 
 
 @dataclass(frozen=True)
@@ -37,3 +41,23 @@ class EngineView:
     """It finds everything it needs, and computes what the drafter learned."""
     uses: Mapping[str, str]
     """What it would use, in its own words."""
+
+
+def judge(
+    seen: S,
+    rules: Sequence[Callable[[S], Iterator[Finding]]],
+    uses: Mapping[str, Callable[[S], dict[str, str]]],
+) -> tuple[tuple[Finding, ...], tuple[EngineView, ...]]:
+    """Everything that ``rules`` find, worst first, and what each engine would do.
+
+    Args:
+        seen: The folder.
+        rules: Each finds what it looks for.
+        uses: By engine, what it would use; not asked of one that has an error against it.
+    """
+    found = sorted((f for rule in rules for f in rule(seen)), key=lambda finding: _ORDER.index(finding.severity))
+    views = []
+    for engine, used in uses.items():
+        stopped = any(f.severity == "error" and (not f.engines or engine in f.engines) for f in found)
+        views.append(EngineView(engine, not stopped, {} if stopped else used(seen)))
+    return tuple(found), tuple(views)

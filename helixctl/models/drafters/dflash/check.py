@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from helixctl.models.drafters._findings import EngineView, Finding, TensorInfo
+from helixctl.models.drafters._findings import EngineView, Finding, TensorInfo, judge
 from helixctl.models.drafters.dflash.check_tensors import TENSOR_RULES
-from helixctl.models.drafters.dflash.engines import views
+from helixctl.models.drafters.dflash.engines import USES
 from helixctl.models.drafters.dflash.formats import speculators, zlab
 from helixctl.models.drafters.dflash.published import served_positions
 from helixctl.models.drafters.dflash.seen import SGLANG, SPECFORGE, SPECULATORS, VLLM, ZLAB, Seen
@@ -34,10 +34,7 @@ def check(
         target: Facts of the target, where it is at hand: more can be checked then.
     """
     flat = load_plugin(f"{__package__}.formats", format_name).flatten(config)
-    seen = Seen(format_name, config, flat, tensors, target)
-    order = {"error": 0, "warning": 1, "note": 2}
-    found = sorted((f for rule in RULES for f in rule(seen)), key=lambda finding: order[finding.severity])
-    return tuple(found), views(seen, found)
+    return judge(Seen(format_name, config, flat, tensors, target), RULES, USES)
 
 
 def _architecture(seen: Seen) -> Iterator[Finding]:

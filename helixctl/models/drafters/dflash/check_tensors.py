@@ -1,4 +1,4 @@
-"""Rules about a published DFlash drafter's tensors: names, shapes, types. See ``check.py``. Never imports torch."""
+"""Rules about the tensors of a published drafter: names, shapes, types. See ``check.py``. Never imports torch."""
 
 from __future__ import annotations
 
@@ -17,64 +17,45 @@ _TABLES = ("embed_tokens.weight", "lm_head.weight")
 
 
 @dataclass(frozen=True)
-class _Sizes:
+class Sizes:
     """What the shapes follow from."""
 
     num_layers: int
     hidden_size: int
+    vocab_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
     taps: tuple[int, ...]
+    markov_rank: int | None
+    """Of a sequential head; None: there is none."""
 
 
-def _sizes(seen: Seen) -> _Sizes | None:
-    """None where the configuration does not say enough; another rule tells."""
-    taps = zlab.taps_of(seen.flat)
-    if taps is None or any(seen.flat.get(key) is None for key in zlab.NEEDED):
-        return None
-    heads, width = int(seen.flat["num_attention_heads"]), int(seen.flat["hidden_size"])
-    return _Sizes(
-        num_layers=int(seen.flat["num_hidden_layers"]),
-        hidden_size=width,
-        num_heads=heads,
-        num_kv_heads=int(seen.flat["num_key_value_heads"]),
-        head_dim=int(seen.flat.get("head_dim") or width // heads),
-        intermediate_size=int(seen.flat["intermediate_size"]),
-        taps=taps,
-    )
-
-
-def _names_and_shapes(seen: Seen) -> Iterator[Finding]:
+def names_and_shapes(
+    seen: Seen, kind: str, shapes_of: Callable[[Sizes], dict[str, tuple[int, ...]]]
+) -> Iterator[Finding]:
+    """Tensors beside what ``shapes_of`` the configuration's sizes says of a ``kind`` of drafter."""
     sizes = _sizes(seen)
     if sizes is None:
         return
-    expected = tensor_shapes(sizes)
-    missing = sorted(expected.keys() - seen.own_tensors.keys())
+    expected, own = shapes_of(sizes), seen.own_tensors
+    missing, unknown = sorted(expected.keys() - own.keys()), sorted(own.keys() - expected.keys())
     if missing:
         yield Finding("error", f"tensors are missing: {_listed(missing)}")
-    unknown = sorted(seen.own_tensors.keys() - expected.keys())
     if unknown:
-        yield Finding("warning", f"tensors that no DFlash drafter has: {_listed(unknown)}")
+        yield Finding("warning", f"tensors that no {kind} drafter has: {_listed(unknown)}")
     wrong = [
         f"{name} is {list(info.shape)}, not {list(expected[name])}"
-        for name, info in sorted(seen.own_tensors.items())
+        for name, info in sorted(own.items())
         if name in expected and info.shape != expected[name]
     ]
     if wrong:
         yield Finding("error", f"shapes do not follow from the configuration: {_listed(wrong)}")
 
 
-def _renamed(seen: Seen) -> Iterator[Finding]:
-    other = sorted(name for name in seen.tensors if own_tensor_name(name) not in (None, name))
-    if other:
-        message = f"tensors have names that engines do not know: {_listed(other)}"
-        fix = "helixctl convert SRC DST renames them"
-        yield Finding("error", message, (ZLAB, VLLM, SGLANG, SPECULATORS, SPECFORGE), fix)
-
-
-def _dtype(seen: Seen) -> Iterator[Finding]:
+def dtype(seen: Seen) -> Iterator[Finding]:
+    """The type that is written, and that of the tensors."""
     said = seen.raw.get("dtype") or seen.raw.get("torch_dtype")
     said = None if said is None else str(said).removeprefix("torch.")
     stored = Counter(info.dtype for info in seen.own_tensors.values())
@@ -89,12 +70,49 @@ def _dtype(seen: Seen) -> Iterator[Finding]:
         )
 
 
+def stored_tables(seen: Seen) -> str | None:
+    """What to say of copies of the embedding and the head; None where there are none."""
+    copies = [name for name in seen.foreign_tensors if name.endswith(_TABLES)]
+    return f"it stores tables of its own, used in place of the target's: {_listed(copies)}" if copies else None
+
+
+def _sizes(seen: Seen) -> Sizes | None:
+    """None where the configuration does not say enough; another rule tells."""
+    taps = zlab.taps_of(seen.flat)
+    if taps is None or any(seen.flat.get(key) is None for key in zlab.NEEDED):
+        return None
+    heads, width = int(seen.flat["num_attention_heads"]), int(seen.flat["hidden_size"])
+    rank = seen.raw.get("markov_rank")
+    return Sizes(
+        num_layers=int(seen.flat["num_hidden_layers"]),
+        hidden_size=width,
+        vocab_size=int(seen.flat["vocab_size"]),
+        num_heads=heads,
+        num_kv_heads=int(seen.flat["num_key_value_heads"]),
+        head_dim=int(seen.flat.get("head_dim") or width // heads),
+        intermediate_size=int(seen.flat["intermediate_size"]),
+        taps=taps,
+        markov_rank=None if rank is None else int(rank),
+    )
+
+
+def _layers(seen: Seen) -> Iterator[Finding]:
+    yield from names_and_shapes(seen, "DFlash", tensor_shapes)
+
+
+def _renamed(seen: Seen) -> Iterator[Finding]:
+    other = sorted(name for name in seen.tensors if own_tensor_name(name) not in (None, name))
+    if other:
+        message = f"tensors have names that engines do not know: {_listed(other)}"
+        fix = "helixctl convert SRC DST renames them"
+        yield Finding("error", message, (ZLAB, VLLM, SGLANG, SPECULATORS, SPECFORGE), fix)
+
+
 def _tables(seen: Seen) -> Iterator[Finding]:
     """The embedding and the head are the target's; a copy is used where it is found, right or not."""
-    copies = [name for name in seen.foreign_tensors if name.endswith(_TABLES)]
+    copies = stored_tables(seen)
     if copies:
-        message = f"it stores tables of its own, used in place of the target's: {_listed(copies)}"
-        yield Finding("warning", message, (VLLM,), "take them away unless they are the target's, value for value")
+        yield Finding("warning", copies, (VLLM,), "take them away unless they are the target's, value for value")
     if any("mask_hidden" in name for name in seen.tensors):
         yield Finding("error", "a tensor mask_hidden stops loading", (VLLM,))
     reduced = seen.flat.get("draft_vocab_size")
@@ -107,4 +125,4 @@ def _listed(items: list[str]) -> str:
     return ", ".join(items[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
-TENSOR_RULES: tuple[Callable[[Seen], Iterator[Finding]], ...] = (_names_and_shapes, _renamed, _dtype, _tables)
+TENSOR_RULES: tuple[Callable[[Seen], Iterator[Finding]], ...] = (_layers, _renamed, dtype, _tables)

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from helixctl.models.drafters._findings import EngineView, Finding
 from helixctl.models.drafters.dflash.formats import zlab
-from helixctl.models.drafters.dflash.seen import ENGINES, SGLANG, SPECFORGE, SPECULATORS, VLLM, ZLAB, Seen
-
-
-def views(seen: Seen, findings: Sequence[Finding]) -> tuple[EngineView, ...]:
-    """One view per engine; an engine with an error against it does not read the drafter as it was meant."""
-    made = []
-    for engine in ENGINES:
-        stopped = any(f.severity == "error" and (not f.engines or engine in f.engines) for f in findings)
-        made.append(EngineView(engine, not stopped, {} if stopped else _USES[engine](seen)))
-    return tuple(made)
+from helixctl.models.drafters.dflash.seen import SGLANG, SPECFORGE, SPECULATORS, VLLM, ZLAB, Seen
 
 
 def _zlab(seen: Seen) -> dict[str, str]:
@@ -84,10 +74,11 @@ def _taps(seen: Seen) -> tuple[int, ...]:
     return zlab.taps_of(seen.flat) or ()
 
 
-_USES: dict[str, Callable[[Seen], dict[str, str]]] = {
+USES: dict[str, Callable[[Seen], dict[str, str]]] = {
     ZLAB: _zlab,
     VLLM: _vllm,
     SGLANG: _sglang,
     SPECULATORS: _speculators,
     SPECFORGE: _specforge,
 }
+"""By engine."""

@@ -106,6 +106,13 @@ def describe(options: BlockOptions, facts: TargetFacts, taps: Sequence[int], tar
     )
 
 
+def unsaid(drafter: Published) -> str | None:
+    """What its target needs that only z-lab's keys can say; None where it needs nothing of the kind."""
+    needs = [f"scales its embeddings by {drafter.embedding_scale:.4g}"] if drafter.embedding_scale != 1.0 else []
+    needs += [f"caps its logits at {drafter.logit_softcap:g}"] if drafter.logit_softcap is not None else []
+    return " and ".join(needs) or None
+
+
 def options_of(drafter: Published) -> Options:
     """The recipe's ``drafter`` section that builds it, every size written out."""
     return Options.model_validate(option_values(drafter))

@@ -9,7 +9,7 @@ Legend: T context tokens, B block size, K taps, H width, D head width, V vocabul
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,17 +51,15 @@ def largest_difference(
     assert isinstance(model, DFlashDraftModel)
     probe = make_probe(config, facts.vocab_size)
     shared = SharedWeights(probe.embedding, probe.head, None, facts.embedding_scale, facts.logit_softcap, nn.Identity())
-    return _difference(_policy_logits(model, shared, probe), _probe_logits(config, tensors, probe))
+    policy = DFlashPolicy(model, shared)
+    return difference(policy.draft_logits(*begin(policy, probe))[0], _probe_logits(config, tensors, probe))
 
 
 def published_difference(
     source: tuple[Published, Mapping[str, Tensor]], written: tuple[Mapping[str, Any], Mapping[str, Tensor]]
 ) -> Difference:
     """Compare a published drafter with what was written of it (a flat config.json); 0.0 where they are the same."""
-    drafter, tensors = source
-    config = zlab.write(replace(drafter, num_target_layers=0))  # which it does not compute with
-    probe = make_probe(config, drafter.vocab_size)
-    return _difference(_probe_logits(config, tensors, probe), _probe_logits(*written, probe))
+    return compare_published(source, written, _probe_logits)
 
 
 @dataclass(frozen=True)
@@ -72,6 +70,18 @@ class Probe:
     embedding: Tensor  # [V, H]
     head: Tensor  # [V', H]
     anchor_id: int
+
+
+def compare_published(
+    source: tuple[Published, Mapping[str, Tensor]],
+    written: tuple[Mapping[str, Any], Mapping[str, Tensor]],
+    compute: Callable[[Mapping[str, Any], Mapping[str, Tensor], Probe], Tensor],
+) -> Difference:
+    """As ``published_difference``, by what an algorithm has to ``compute`` of configuration, tensors and a probe."""
+    drafter, tensors = source
+    config = zlab.write(replace(drafter, num_target_layers=0))  # which it does not compute with
+    probe = make_probe(config, drafter.vocab_size)
+    return difference(compute(config, tensors, probe), compute(*written, probe))
 
 
 def make_probe(config: Mapping[str, Any], vocab_size: int) -> Probe:
@@ -94,7 +104,17 @@ def _probe_logits(config: Mapping[str, Any], tensors: Mapping[str, Tensor], prob
     return block_logits(config, tensors, torch.cat(probe.features, dim=-1), probe.embedding[ids], probe.head)
 
 
-def _difference(one: Tensor, other: Tensor) -> Difference:
+def begin(policy: DFlashPolicy, probe: Probe) -> tuple[Tensor, Tensor]:
+    """Give ``policy`` the probe's context, as decoding does: the anchor behind it, [1], and where that stands, [1]."""
+    length = len(probe.features[0])
+    policy.start(1, length)
+    valid = torch.ones(1, length, dtype=torch.bool)
+    policy.extend([tap[None] for tap in probe.features], torch.arange(length)[None], valid)
+    return torch.tensor([probe.anchor_id]), torch.tensor([length])
+
+
+def difference(one: Tensor, other: Tensor) -> Difference:
+    """How far ``one`` is from ``other``, of the same shape."""
     return Difference(float((one - other).abs().max()), float(other.abs().max()))
 
 
@@ -169,13 +189,3 @@ def _turn(x: Tensor, angles: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-def _policy_logits(model: DFlashDraftModel, shared: SharedWeights, probe: Probe) -> Tensor:
-    """The same logits from the drafter itself, as decoding computes them."""
-    policy = DFlashPolicy(model, shared)
-    length = len(probe.features[0])
-    taps = [tap[None] for tap in probe.features]
-    policy.start(1, length)
-    policy.extend(taps, torch.arange(length)[None], torch.ones(1, length, dtype=torch.bool))
-    return policy.draft_logits(torch.tensor([probe.anchor_id]), torch.tensor([length]))[0]

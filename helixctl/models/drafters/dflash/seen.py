@@ -13,7 +13,6 @@ from helixctl.models.drafters.dflash.published import own_tensor_name
 from helixctl.models.facts import TargetFacts
 
 ZLAB, VLLM, SGLANG, SPECULATORS, SPECFORGE = "z-lab dflash", "vLLM", "SGLang", "speculators", "SpecForge"
-ENGINES = (ZLAB, VLLM, SGLANG, SPECULATORS, SPECFORGE)
 
 
 @dataclass(frozen=True)

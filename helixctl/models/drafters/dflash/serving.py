@@ -20,13 +20,17 @@ def serving_commands(format_name: str, target: str, drafter: str, block_size: in
     """
     if format_name == "speculators":
         return {"vLLM": f"vllm serve {shlex.quote(drafter)}"}
-    speculative = {"method": "dflash", "model": drafter, "num_speculative_tokens": block_size - 1}
-    config = json.dumps(speculative, separators=(",", ":"), ensure_ascii=False)
-    model = shlex.quote(target)
     return {
-        "vLLM": f"vllm serve {model} --speculative-config {shlex.quote(config)}",
+        "vLLM": vllm_command("dflash", target, drafter, block_size - 1),
         "SGLang": (
-            f"python -m sglang.launch_server --model-path {model} --speculative-algorithm DFLASH "
+            f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm DFLASH "
             f"--speculative-draft-model-path {shlex.quote(drafter)} --speculative-num-draft-tokens {block_size}"
         ),
     }
+
+
+def vllm_command(method: str, target: str, drafter: str, num_tokens: int) -> str:
+    """Command line of vLLM for a drafter that proposes ``num_tokens`` per block by ``method``."""
+    speculative = {"method": method, "model": drafter, "num_speculative_tokens": num_tokens}
+    config = json.dumps(speculative, separators=(",", ":"), ensure_ascii=False)
+    return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(config)}"

@@ -1,16 +1,17 @@
 """Judges a published DSpark drafter from its configuration and the headers of its files. Never imports torch.
 
-What vLLM does was read in its source (0.27.1), and DeepSpec's (git afdfa7c); neither was run.
+What vLLM does was read in its source (0.27.1), and DeepSpec's (git afdfa7c); neither was run. vLLM
+uses the confidence head since https://github.com/vllm-project/vllm/pull/47808.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from helixctl.errors import CheckpointError
-from helixctl.models.drafters._findings import EngineView, Finding, TensorInfo
+from helixctl.models.drafters._findings import EngineView, Finding, TensorInfo, judge
 from helixctl.models.drafters.dflash.check import LAYER_RULES
+from helixctl.models.drafters.dflash.check_tensors import dtype, names_and_shapes, stored_tables
 from helixctl.models.drafters.dflash.formats import zlab
 from helixctl.models.drafters.dflash.seen import VLLM, Seen
 from helixctl.models.drafters.dspark.formats import deepspec
@@ -18,7 +19,6 @@ from helixctl.models.drafters.dspark.published import tensor_shapes
 from helixctl.models.facts import TargetFacts
 
 DEEPSPEC = "DeepSpec"
-_TABLES = ("embed_tokens.weight", "lm_head.weight")
 
 
 def check(
@@ -33,10 +33,8 @@ def check(
         target: Facts of the target, where it is at hand: more can be checked then.
     """
     assert format_name == "deepspec"
-    seen = Seen("zlab", deepspec.flatten(config), deepspec.flatten(config), tensors, target)
-    order = {"error": 0, "warning": 1, "note": 2}
-    found = sorted((f for rule in RULES for f in rule(seen)), key=lambda finding: order[finding.severity])
-    return tuple(found), _views(seen, found)
+    flat = deepspec.flatten(config)
+    return judge(Seen("zlab", flat, flat, tensors, target), RULES, USES)
 
 
 def _heads(seen: Seen) -> Iterator[Finding]:
@@ -50,49 +48,36 @@ def _heads(seen: Seen) -> Iterator[Finding]:
 
 
 def _tensors(seen: Seen) -> Iterator[Finding]:
-    needed = (*zlab.NEEDED, "markov_rank")
-    if any(seen.raw.get(key) is None for key in needed) or zlab.taps_of(seen.flat) is None:
-        return
-    try:
-        expected = tensor_shapes(deepspec.read(seen.raw))
-    except CheckpointError:  # told by another rule
-        return
-    own = seen.own_tensors
-    wrong = [f"{name} is missing" for name in sorted(expected.keys() - own.keys())]
-    wrong += [
-        f"{name} is {list(own[name].shape)}, not {list(expected[name])}"
-        for name in sorted(expected.keys() & own.keys())
-        if own[name].shape != expected[name]
-    ]
-    if wrong:
-        yield Finding("error", f"tensors do not follow from the configuration: {'; '.join(wrong[:4])}")
-    unknown = sorted(own.keys() - expected.keys())
-    if unknown:
-        yield Finding("warning", f"tensors that no such drafter has: {', '.join(unknown[:4])}")
+    if seen.raw.get("markov_rank"):  # else another rule tells
+        yield from names_and_shapes(seen, "DSpark", tensor_shapes)
 
 
 def _tables(seen: Seen) -> Iterator[Finding]:
-    copies = [name for name in seen.foreign_tensors if name.endswith(_TABLES)]
+    copies = stored_tables(seen)
     if copies:
-        yield Finding("note", f"it stores tables of its own, used in place of the target's: {', '.join(copies)}")
+        yield Finding("note", copies)
     else:
         message = "it stores no embedding and no head: its loader begins with random ones"
         yield Finding("error", message, (DEEPSPEC,), "copy them from the target after loading")
 
 
-def _views(seen: Seen, findings: Sequence[Finding]) -> tuple[EngineView, ...]:
-    made = []
-    for engine in (VLLM, DEEPSPEC):
-        stopped = any(f.severity == "error" and (not f.engines or engine in f.engines) for f in findings)
-        uses = {
-            "drafts": f"{seen.raw.get('block_size')} tokens per block",
-            "captures": f"after {', '.join(str(tap + 1) for tap in zlab.taps_of(seen.flat) or ())} layers",
-            "mask token": str(seen.value("mask_token_id")),
-            "sequential head": f"rank {seen.raw.get('markov_rank')}",
-            "confidence head": "not used" if engine == VLLM else "used",
-        }
-        made.append(EngineView(engine, not stopped, {} if stopped else uses))
-    return tuple(made)
+def _vllm(seen: Seen) -> dict[str, str]:
+    return _uses(seen) | {"confidence head": "not read by 0.27.1; later ones: enable_adaptive_verification"}
 
 
-RULES: tuple[Callable[[Seen], Iterator[Finding]], ...] = (*LAYER_RULES, _heads, _tensors, _tables)
+def _deepspec(seen: Seen) -> dict[str, str]:
+    return _uses(seen) | {"confidence head": "cuts blocks where confidence_threshold is given"}
+
+
+def _uses(seen: Seen) -> dict[str, str]:
+    return {
+        "drafts": f"{seen.raw.get('block_size')} tokens per block",
+        "captures": f"after {', '.join(str(tap + 1) for tap in zlab.taps_of(seen.flat) or ())} layers",
+        "mask token": str(seen.value("mask_token_id")),
+        "sequential head": f"rank {seen.raw.get('markov_rank')}",
+    }
+
+
+RULES: tuple[Callable[[Seen], Iterator[Finding]], ...] = (*LAYER_RULES, _heads, _tensors, dtype, _tables)
+USES = {VLLM: _vllm, DEEPSPEC: _deepspec}
+"""By engine."""

@@ -8,17 +8,23 @@ Legend: T context tokens, W slots, H width, C classes of the probe, r rank.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from helixctl.models.drafters.dflash.formats import zlab
 from helixctl.models.drafters.dflash.model import DFlashDraftModel
 from helixctl.models.drafters.dflash.policy import DFlashPolicy
 from helixctl.models.drafters.dflash.published import Published
-from helixctl.models.drafters.dflash.readback import Difference, Probe, block_states, make_probe
+from helixctl.models.drafters.dflash.readback import (
+    Difference,
+    Probe,
+    begin,
+    block_states,
+    compare_published,
+    difference,
+    make_probe,
+)
 from helixctl.models.drafters.dspark.heads import ConfidenceHead, MarkovHead
 from helixctl.models.facts import TargetFacts
 from helixctl.models.shared import SharedWeights
@@ -37,28 +43,22 @@ def largest_difference(
     """
     assert isinstance(model, DFlashDraftModel)
     probe = make_probe(config, facts.vocab_size)
-    return _difference(_own(model, probe), _plain(config, tensors, probe))
+    return difference(_own(model, probe), _plain(config, tensors, probe))
 
 
 def published_difference(
     source: tuple[Published, Mapping[str, Tensor]], written: tuple[Mapping[str, Any], Mapping[str, Tensor]]
 ) -> Difference:
     """Compare a published drafter with what was written of it (a flat config.json); 0.0 where they are the same."""
-    drafter, tensors = source
-    config = zlab.write(replace(drafter, num_target_layers=0))
-    probe = make_probe(config, drafter.vocab_size)
-    return _difference(_plain(config, tensors, probe), _plain(*written, probe))
+    return compare_published(source, written, _plain)
 
 
 @torch.no_grad()
 def _own(model: DFlashDraftModel, probe: Probe) -> Tensor:
     """Logits and confidence [W, C + 1] from the drafter itself, as decoding and training compute them."""
     shared = SharedWeights(probe.embedding, probe.head, None, 1.0, None, nn.Identity())
-    policy, length = DFlashPolicy(model, shared), len(probe.features[0])
-    policy.start(1, length)
-    taps = [tap[None] for tap in probe.features]
-    policy.extend(taps, torch.arange(length)[None], torch.ones(1, length, dtype=torch.bool))
-    states = policy.draft_states(torch.tensor([probe.anchor_id]), torch.tensor([length]))[0]
+    policy = DFlashPolicy(model, shared)
+    states = policy.draft_states(*begin(policy, probe))[0]
     markov, confidence = model.markov_head, model.confidence_head
     assert isinstance(markov, MarkovHead) and isinstance(confidence, ConfidenceHead)
     left = markov(_tokens(probe, len(states)))
@@ -83,7 +83,3 @@ def _plain(config: Mapping[str, Any], tensors: Mapping[str, Tensor], probe: Prob
 def _tokens(probe: Probe, count: int) -> Tensor:
     """The anchor and ``count`` - 1 tokens behind it, spread over the vocabulary."""
     return (probe.anchor_id + torch.arange(count) * 7919) % len(probe.embedding)
-
-
-def _difference(one: Tensor, other: Tensor) -> Difference:
-    return Difference(float((one - other).abs().max()), float(other.abs().max()))

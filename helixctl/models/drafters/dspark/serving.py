@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import shlex
+from helixctl.models.drafters.dflash.serving import vllm_command
 
 
 def serving_commands(format_name: str, target: str, drafter: str, block_size: int) -> dict[str, str]:
@@ -16,6 +15,4 @@ def serving_commands(format_name: str, target: str, drafter: str, block_size: in
         block_size: Tokens per block, the anchor included.
     """
     assert format_name == "deepspec"
-    speculative = {"method": "dspark", "model": drafter, "num_speculative_tokens": block_size - 1}
-    config = json.dumps(speculative, separators=(",", ":"), ensure_ascii=False)
-    return {"vLLM": f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(config)}"}
+    return {"vLLM": vllm_command("dspark", target, drafter, block_size - 1)}

@@ -359,7 +359,7 @@ def test_check_compares_tensors_with_the_configuration(tmp_path):
     del tensors["confidence_head.proj.bias"]
     findings, engines = check("deepspec", config, tensors, None)
     text = " ".join(finding.message for finding in findings)
-    assert "confidence_head.proj.bias is missing" in text and "w2.weight is [9, 9], not [100, 6]" in text
+    assert "tensors are missing: confidence_head.proj.bias" in text and "w2.weight is [9, 9], not [100, 6]" in text
     assert not any(view.reads for view in engines)
 
 

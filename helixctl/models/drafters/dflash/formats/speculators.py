@@ -12,7 +12,7 @@ from typing import Any
 
 from helixctl.errors import CheckpointError
 from helixctl.models.drafters.dflash.formats import zlab
-from helixctl.models.drafters.dflash.published import Published
+from helixctl.models.drafters.dflash.published import Published, unsaid
 
 VERSION = "0.9.0"
 """Of the library whose schema this is."""
@@ -53,11 +53,9 @@ def write(drafter: Published) -> dict[str, Any]:
     """
     if drafter.target is None:
         raise CheckpointError("the speculators format names the target, which is not known", fix="give --target MODEL")
-    unsaid = [f"scales its embeddings by {drafter.embedding_scale:.4g}"] if drafter.embedding_scale != 1.0 else []
-    unsaid += [f"caps its logits at {drafter.logit_softcap:g}"] if drafter.logit_softcap is not None else []
-    if unsaid:
+    if unsaid(drafter):
         raise CheckpointError(
-            f"the target {' and '.join(unsaid)}, which the speculators format cannot say", fix="use --format zlab"
+            f"the target {unsaid(drafter)}, which the speculators format cannot say", fix="use --format zlab"
         )
     greedy = {"proposal_type": "greedy", "speculative_tokens": drafter.block_size - 1}
     return {

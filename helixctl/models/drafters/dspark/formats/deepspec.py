@@ -11,7 +11,7 @@ from typing import Any
 
 from helixctl.errors import CheckpointError
 from helixctl.models.drafters.dflash.formats import zlab
-from helixctl.models.drafters.dflash.published import Published
+from helixctl.models.drafters.dflash.published import Published, unsaid
 
 ARCHITECTURE = "Qwen3DSparkModel"
 ENGINES = ("vLLM",)
@@ -55,12 +55,8 @@ def write(drafter: Published) -> dict[str, Any]:
     """
     if drafter.num_target_layers is None:
         raise CheckpointError("the format needs the number of the target's layers", fix="give --target MODEL")
-    unsaid = [f"scales its embeddings by {drafter.embedding_scale:.4g}"] if drafter.embedding_scale != 1.0 else []
-    unsaid += [f"caps its logits at {drafter.logit_softcap:g}"] if drafter.logit_softcap is not None else []
-    if unsaid:
-        raise CheckpointError(
-            f"the target {' and '.join(unsaid)}, which the format cannot say", fix="use another algorithm"
-        )
+    if unsaid(drafter):
+        raise CheckpointError(f"the target {unsaid(drafter)}, which the format cannot say", fix="use another algorithm")
     return {
         "architectures": [ARCHITECTURE],
         "model_type": "qwen3",
