@@ -77,6 +77,15 @@ class DecodingOptions:
             rich_help_panel=_DECODING,
         ),
     ] = None
+    tree_budget: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Verify a tree of the N likeliest drafts per cycle instead of one continuation.",
+            rich_help_panel=_DECODING,
+        ),
+    ] = None
     temperature: Annotated[
         float, typer.Option(min=0.0, help="0 is greedy; else answers are sampled.", rich_help_panel=_DECODING)
     ] = 0.0
@@ -191,6 +200,7 @@ def _request(checkpoint: Path | None, prompts: PromptOptions, decoding: Decoding
         max_new_tokens=decoding.max_new_tokens,
         block_size=decoding.block_size,
         confidence_threshold=decoding.confidence_threshold,
+        tree_budget=decoding.tree_budget,
         temperature=decoding.temperature,
         top_k=decoding.top_k,
         top_p=decoding.top_p,

@@ -62,7 +62,8 @@ class Decoded:
     finish: Finish
     judged: tuple[int, ...] = ()
     """Drafts of each cycle whose fate is known: all that were verified, but for those behind a cut. Which of them were
-    accepted follows from `accepted` and `last_is_bonus`: see `acceptance_by_position`."""
+    accepted follows from `accepted` and `last_is_bonus`: see `acceptance_by_position`. With trees: positions of the
+    block, whether the tree came so far or not."""
     last_is_bonus: bool = True
     """Whether the last cycle got as far as its bonus token; false when it was cut inside the accepted drafts."""
     confidences: tuple[tuple[float, ...], ...] = ()
@@ -70,6 +71,13 @@ class Decoded:
     are. Empty unless `DecodeOptions.confidence_threshold` is given."""
     margins: tuple[float, ...] = ()
     """Gap between the two best logits, per token; empty unless asked for."""
+    tree_nodes: int = 0
+    """Drafts that every cycle verified as a tree, the anchor not counted; 0 where drafts were a chain."""
+
+    @property
+    def num_verified(self) -> int:
+        """Drafts that were verified in all cycles; of a chain those whose fate is known."""
+        return self.tree_nodes * len(self.accepted) or sum(self.judged)
 
     @property
     def accept_len(self) -> float | None:

@@ -46,6 +46,7 @@ class Row:
     confidences: list[tuple[float, ...]] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)
     last_is_bonus: bool = True
+    tree_nodes: int = 0
     finish: Finish | None = None
     taken: bool = False
     """The finished answer was handed out."""
@@ -100,6 +101,7 @@ class Row:
             last_is_bonus=self.last_is_bonus,
             confidences=tuple(self.confidences),
             margins=tuple(self.margins),
+            tree_nodes=self.tree_nodes,
         )
 
 
@@ -250,7 +252,7 @@ class RowBatch:
         host = torch.cat([verified.num_accepted[:, None], verified.tokens], dim=1).tolist()  # the cycle's one sync
         for row, (accepted, *tokens) in zip(rows, host, strict=True):
             if row.finish is None:
-                kept = min(accepted, row.room - 1)
+                kept, row.tree_nodes = min(accepted, row.room - 1), tree.tokens.shape[1] - 1
                 row.emit(tokens[: kept + 1], (), self._options.stop_ids, shape.block_size - 1)
 
     def _drafts(self, block: SampledBlock | None, lanes: Tensor) -> _Drafts:

@@ -116,6 +116,7 @@ class _Rows:
         """How many drafts were accepted, then the tokens: [R, C, 1 + B]."""
         self._uniforms = torch.zeros(num_rows, CHUNK_CYCLES, 2 * size - 1, device=device)
         self._place = torch.zeros(1, dtype=torch.int64, device=device)  # number of the next cycle in the chunk
+        self.tree_nodes = 0
         self._run = self._captured() if device.type == "cuda" else self._cycle
 
     @property
@@ -190,6 +191,7 @@ class _Rows:
         assert isinstance(self._policy, TreePolicy)
         next_logits = self._policy.branch(self._anchors, self._starts, self._call(best_tokens))
         tree = draft_tree(self._anchors, next_logits, shape)
+        self.tree_nodes = tree.tokens.shape[1] - 1  # the same in every cycle
         choose = best_tokens if block is None else lambda logits: block.answer(logits, tree.depths, self._lanes)
         return verify_tree(self.target, self._cache, tree, self._starts, choose)
 
@@ -226,14 +228,15 @@ class _Work(SteadyWork):
 
     def __init__(self, rows: _Rows, waiting: Sequence[Row], options: DecodeOptions) -> None:
         super().__init__(rows, waiting, options, CHUNK_CYCLES)
-        self._block_size = rows.shape.block_size
+        self._fixed = rows
 
     def _take(self, row: Row, found: list[list[int]]) -> None:
         for num_accepted, *tokens in found:
             num_kept = min(num_accepted, row.room - 1)  # a last block is no longer than what may be emitted
-            row.emit(tokens[: num_kept + 1], (), self._options.stop_ids, self._block_size - 1)
+            row.tree_nodes = self._fixed.tree_nodes
+            row.emit(tokens[: num_kept + 1], (), self._options.stop_ids, self._fixed.shape.block_size - 1)
             if row.finish is not None:
                 break
 
     def _num_uniforms(self) -> int:
-        return CHUNK_CYCLES * (2 * self._block_size - 1)
+        return CHUNK_CYCLES * (2 * self._fixed.shape.block_size - 1)

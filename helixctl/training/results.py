@@ -101,7 +101,8 @@ class SourceResult:
     """Turns equal to plain greedy decoding; None where nothing was compared."""
     positions: tuple[PositionAcceptance, ...]
     verified_per_cycle: float | None = None
-    """Mean number of drafts per cycle that were verified, and whose fate is known; None without any cycle."""
+    """Mean number of drafts per cycle that were verified, and whose fate is known; all nodes where they are trees. None
+    without any cycle."""
     accepted_per_verified: float | None = None
     """Share of them that was accepted; None without any."""
 
@@ -125,6 +126,8 @@ class Settings:
     """Most prompts of every file."""
     confidence_threshold: float | None = None
     """Blocks were cut where the drafter expected less; None: it was not asked."""
+    tree_budget: int | None = None
+    """Drafts were trees of so many nodes, the anchor not counted; None: chains."""
 
 
 @dataclass(frozen=True)

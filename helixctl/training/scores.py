@@ -89,7 +89,7 @@ def _source_result(name: str, turns: Sequence[Turn], identical: Identical, place
         by_prompt.setdefault(turns[place].conversation, []).append(turns[place].decoded)
     positions = acceptance_by_position(answers)
     num_cycles = sum(len(answer.accepted) for answer in answers)
-    num_verified, num_accepted = sum(p.judged for p in positions), sum(p.accepted for p in positions)
+    num_verified, num_accepted = sum(answer.num_verified for answer in answers), sum(p.accepted for p in positions)
     means = [mean for mean in map(accept_len, by_prompt.values()) if mean is not None]
     return SourceResult(
         source=name,

@@ -20,6 +20,7 @@ from helixctl.decoding.fastest import FastestDecoder
 from helixctl.decoding.losslessness import compare_greedy, measure_noise
 from helixctl.decoding.speculative import decode_speculative
 from helixctl.decoding.timing import time_decode
+from helixctl.decoding.tree import cycle_span
 from helixctl.errors import DataError, UsageError
 from helixctl.models.target import Target
 from helixctl.plan import Plan
@@ -73,6 +74,8 @@ class ValidationRequest:
     confidence_threshold: float | None = None
     """Verify only drafts that the drafter expects to be accepted, with all before them, with this probability; 0
     verifies all and measures what it expects; None does not ask."""
+    tree_budget: int | None = None
+    """Verify a tree of so many drafts per cycle, the anchor not counted; None verifies one continuation."""
     temperature: float = 0.0
     """0 is greedy."""
     top_k: int | None = None
@@ -138,10 +141,11 @@ class Validator:
         noise = None
         if any(one.tokens != other.tokens for one, other in zip(answers, drafted, strict=True)):
             answers = decoder.plain(prompts, replace(options, record_margins=True))
-            block_size = options.block_size or self.plan.recipe.drafter.block_size
+            # As many tokens as a forward verifies: products of other sizes round in other ways.
+            num_tokens = cycle_span(options, options.block_size or self.plan.recipe.drafter.block_size)
             parted = [difference.prompt for difference in compare_greedy(answers, drafted, 0.0).differences]
             judged = [*parted, *(place for place in range(len(prompts)) if place not in parted)][:NOISE_ANSWERS]
-            noise = measure_noise(target, [answers[place] for place in judged], block_size)
+            noise = measure_noise(target, [answers[place] for place in judged], num_tokens)
         found = compare_greedy(answers, drafted, noise or 0.0)
         check = GreedyCheck(target.precision, len(prompts), found.identical, found.near_ties, found.different, noise)
         differing = {difference.prompt for difference in found.differences}
@@ -292,6 +296,15 @@ def _check(request: ValidationRequest, plan: Plan) -> None:
             f"--confidence-threshold: {algorithm} drafters do not tell how sure they are of their drafts",
             fix="leave it out; --block-size drafts less",
         )
+    if request.tree_budget is not None and request.confidence_threshold is not None:
+        raise UsageError(
+            "--tree-budget and --confidence-threshold both say what is verified", fix="leave one of the two out"
+        )
+    if request.tree_budget is not None and plan.target.recurrent:
+        raise UsageError(
+            f"--tree-budget: {plan.target.model_type} targets cannot be decoded yet, with trees or without",
+            fix="leave it out",
+        )
     if request.temperature == 0 and (request.top_k is not None or request.top_p < 1):
         raise UsageError(
             "--top-k and --top-p cut what is sampled; greedy decoding samples nothing", fix="set --temperature"
@@ -307,6 +320,7 @@ def _options(plan: Plan, tokenizer: Any, request: ValidationRequest) -> DecodeOp
         max_new_tokens=request.max_new_tokens or options.max_new_tokens,
         block_size=request.block_size,
         confidence_threshold=request.confidence_threshold,
+        tree_budget=request.tree_budget,
         temperature=request.temperature,
         top_k=request.top_k,
         top_p=request.top_p,
@@ -326,6 +340,7 @@ def _settings(plan: Plan, options: DecodeOptions, request: ValidationRequest) ->
         skip=request.choice.skip,
         limit=request.choice.limit,
         confidence_threshold=options.confidence_threshold,
+        tree_budget=options.tree_budget,
     )
 
 

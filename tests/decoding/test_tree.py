@@ -185,7 +185,8 @@ def test_a_tree_that_is_a_chain_is_accepted_like_one(case, period):
     target, prompts, options, policy = case
     policy.weight, policy.right = 1000.0, lambda rng, j: j % 7 != period
     chain = decode_speculative(target, policy, prompts, replace(options, tree_budget=None))
-    assert decode_speculative(target, policy, prompts, replace(options, tree_budget=policy.block_size - 1)) == chain
+    trees = decode_speculative(target, policy, prompts, replace(options, tree_budget=policy.block_size - 1))
+    assert [replace(one, tree_nodes=0) for one in trees] == chain
 
 
 class SecondBest(FakePolicy):
@@ -205,7 +206,7 @@ def test_a_tree_finds_what_a_chain_misses():
     policy, options = SecondBest(target, 4, hopeless), replace(options, tree_budget=14)
     [found] = decode_speculative(target, policy, [[1, 2]], options)
     assert found.accepted == (4, 4, 4) and list(found.tokens) == target.answer([1, 2], 13)
-    assert target.calls[-1] == (1, 15)
+    assert target.calls[-1] == (1, 15) and (found.tree_nodes, found.num_verified) == (14, 42)
     assert [(one.judged, one.accepted) for one in acceptance_by_position([found])] == [(3, 3)] * 3
 
 

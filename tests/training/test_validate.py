@@ -108,6 +108,35 @@ def test_shorter_blocks_are_lossless_too_and_are_refused_where_they_are_longer(t
             run_validation(trained.plan(), ValidationRequest(block_size=wrong))
 
 
+def test_trees_are_lossless_and_say_how_many_drafts_they_verify(trained: TrainedWorld, run: Runner) -> None:
+    chain = run_validation(trained.plan(), ValidationRequest(acceptance_only=True))
+    done = run("validate", trained.recipe, "--tree-budget", 24, "--json")
+    found = json.loads(done.out)
+    assert done.code == 0 and found["greedy"][0]["identical"] == found["greedy"][0]["prompts"] == 2
+    assert found["settings"]["tree_budget"] == found["total"]["verified_per_cycle"] == 24
+    assert chain.settings is not None and chain.settings.tree_budget is None
+    said = [["".join(s["text"] for s in turn["segments"]) for turn in one["turns"]] for one in found["prompts"]]
+    assert said == texts(chain)
+    assert all(proof["passed"] for proof in found["proofs"]) and len(found["proofs"]) == 4
+    assert found["accept_len_shuffled"] >= 1.0 and len(found["speeds"]) == 2
+
+
+def test_trees_are_refused_where_they_cannot_be(trained: TrainedWorld) -> None:
+    plan = trained.plan("drafter.algorithm=dspark")
+    with pytest.raises(UsageError, match="both say what is verified"):
+        run_validation(plan, ValidationRequest(tree_budget=8, confidence_threshold=0.5))
+    recurrent = replace(trained.plan(), target=replace(trained.plan().target, recurrent=True))
+    with pytest.raises(UsageError, match=r"--tree-budget: .* cannot be decoded yet"):
+        run_validation(recurrent, ValidationRequest(tree_budget=8))
+
+
+def test_sampled_trees_have_the_targets_distribution(trained: TrainedWorld, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": f"count to {i}"} for i in range(12)])
+    request = ValidationRequest(bench=(path,), temperature=1.0, max_new_tokens=40, seed=3, tree_budget=16)
+    found = run_validation(trained.plan("validation.batch_size=12"), request)
+    assert found.samples is not None and found.lossless and found.samples.p_value > 0.001
+
+
 def test_samples_are_tested_for_the_targets_distribution(trained: TrainedWorld, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": f"count to {i}"} for i in range(12)])
     request = ValidationRequest(bench=(path,), temperature=1.0, max_new_tokens=40, seed=3)
