@@ -17,6 +17,8 @@ _FEW_CPUS = 4
 DtypeName = Literal["bfloat16", "float16", "float32"]
 Spans = tuple[tuple[str, ...], ...]
 """Devices of each target loop, in the order of the layers."""
+Layout = tuple[Spans, tuple[str, ...]]
+"""Devices of the target loops, and of the drafters."""
 
 
 def make_devices(
@@ -32,7 +34,7 @@ def homes(spans: Spans) -> tuple[str, ...]:
     return tuple(span[-1] for span in spans)
 
 
-def make_spans(pipeline: PipelineOptions, machine: Machine, *, stored: bool = False) -> tuple[Spans, tuple[str, ...]]:
+def make_spans(pipeline: PipelineOptions, machine: Machine, *, stored: bool = False) -> Layout:
     """Devices of the targets, all of each, and of the drafters of this process.
 
     `auto`: the CPU without GPUs; one GPU does both; of several, three quarters are targets. With one side given, the

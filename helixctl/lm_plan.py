@@ -14,6 +14,7 @@ from helixctl.devices import DtypeName, compute_dtype, stage_threads
 from helixctl.errors import Problem, RecipeError
 from helixctl.machine import Machine, World
 from helixctl.memory import CUDA_LINE, PROCESS_LINE, MemoryLine, memory_problems, memory_warnings
+from helixctl.models.drafters._memory import CPU_HEAD_CHUNK_ROWS, HEAD_CHUNK_ROWS
 from helixctl.models.facts import DTYPE_BYTES, TargetFacts, read_model_facts, target_parameters
 from helixctl.plan import Plan, check_pass_rows, make_plan
 from helixctl.recipe.causal_lm import CausalLMRecipe, StageOptions, stage_data
@@ -29,8 +30,6 @@ _SAVED_BYTES_PER_PARAMETER = 12
 """float32 weights and two moments."""
 _TRAINED_BYTES_PER_PARAMETER = 16
 """float32 master, gradient and two moments of Adam."""
-_HEAD_CHUNK_ROWS = 4096
-"""As in models/drafters/_head.py."""
 _CUDA_CONTEXT_BYTES = 1 << 30
 _SHORT = 256
 """As in models/attention.py: longer documents keep no weights of their scores."""
@@ -308,8 +307,6 @@ def _estimate_memory(
     train, size, lines = recipe.train, DTYPE_BYTES[compute_dtype(recipe.train, devices, machine)], []
     rows = train.micro_batch_rows if train.pass_rows == "auto" else train.pass_rows
     tokens = rows * recipe.data.seq_len
-    chunk = min(tokens, _HEAD_CHUNK_ROWS) * model.vocab_size
-    head = chunk * (size + 4) + model.vocab_size * model.hidden_size * (size + 4)  # logits, scores; gradient, copy
     masters = _TRAINED_BYTES_PER_PARAMETER * _parameters(model)
     copies = _parameters(model) * size if size < 4 else 0  # autocast keeps the cast weights until the backward
     for device in dict.fromkeys(devices):
@@ -318,13 +315,25 @@ def _estimate_memory(
         weights = loops * (masters + copies)
         lines.append(MemoryLine(device, "weights, gradients, Adam", weights, "model.config", _SMALLER_MODEL))
         lines.append(MemoryLine(device, "activations", kept, "train.micro_batch_rows", _FEWER_ROWS))
-        lines.append(MemoryLine(device, "head, in chunks", loops * head))
+        lines.append(MemoryLine(device, "head, in chunks", loops * _head_bytes(model, tokens, size, on_cpu=on_cpu)))
         lines.append(
             MemoryLine(device, PROCESS_LINE, machine.process_bytes)
             if on_cpu
             else MemoryLine(device, CUDA_LINE, _CUDA_CONTEXT_BYTES)
         )
     return tuple(lines)
+
+
+def _head_bytes(model: TargetFacts, tokens: int, size: int, *, on_cpu: bool) -> int:
+    """A chunk of logits and its scores, the head in the compute type and its gradient.
+
+    On a CPU scores and gradients replace the logits, and the gradient by the embedding stands beside the head's.
+    """
+    table = model.vocab_size * model.hidden_size
+    if on_cpu:
+        copy = size if size < DTYPE_BYTES["float32"] else 0
+        return min(tokens, CPU_HEAD_CHUNK_ROWS) * model.vocab_size * size + table * (8 + copy)
+    return min(tokens, HEAD_CHUNK_ROWS) * model.vocab_size * (size + 4) + table * (size + 4)
 
 
 def _kept_per_token(recipe: CausalLMRecipe, model: TargetFacts, size: int, *, on_cpu: bool) -> int:

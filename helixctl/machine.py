@@ -80,7 +80,7 @@ def read_machine(root: Path = Path("/")) -> Machine:
         gpus=_read_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")),
         has_bf16_cpu=_has_bf16(root),
         world=read_world(os.environ),
-        process_bytes=_process_bytes(importlib.util.find_spec("torch")),
+        process_bytes=process_bytes(importlib.util.find_spec("torch")),
     )
 
 
@@ -124,7 +124,7 @@ def _total_memory_bytes(root: Path) -> int:
     return total if limit is None else min(total, limit)
 
 
-def _process_bytes(torch: ModuleSpec | None) -> int:
+def process_bytes(torch: ModuleSpec | None) -> int:
     """By the build of torch, which is looked at and not imported."""
     folders = torch.submodule_search_locations if torch is not None else None
     for_cuda = any((Path(folder) / "lib" / "libtorch_cuda.so").exists() for folder in folders or ())

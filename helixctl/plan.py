@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from helixctl.devices import (
     DtypeName,
-    Spans,
+    Layout,
     check_devices,
     compute_dtype,
     homes,
@@ -150,8 +150,7 @@ def make_plan(recipe: Recipe, machine: Machine) -> Plan:
     counts = _count_data(recipe, packing := recipe.data.packing and not target.recurrent)
     spans, drafters = make_spans(recipe.pipeline, machine, stored=recipe.target.features is not None)
     steps = _count_steps(recipe, counts, machine.world.size * len(drafters))
-    seen = _seen_tokens(recipe, counts, steps, len(spans) * machine.world.size)
-    load = _make_load(recipe, target, (spans, drafters), machine, seen)
+    load = _make_load(recipe, target, (spans, drafters), machine, counts, steps)
     _refuse([*_check_data(recipe, target, counts, steps.total), *_check_features(recipe, taps, load)])
     return Plan(
         recipe=recipe,
@@ -223,7 +222,7 @@ def _seen_tokens(recipe: Recipe, counts: DataCounts | None, steps: _Steps, num_l
 
 
 def _make_load(
-    recipe: Recipe, target: TargetFacts, devices: tuple[Spans, tuple[str, ...]], machine: Machine, seen: int | None
+    recipe: Recipe, target: TargetFacts, devices: Layout, machine: Machine, counts: DataCounts | None, step: _Steps
 ) -> Load:
     spans, drafters = devices
     targets = homes(spans)
@@ -233,7 +232,8 @@ def _make_load(
     num_frozen = count_frozen(recipe.drafter, target, taps)
 
     def steps(num_rows: int) -> dict[str, StepBytes]:
-        works = {d: Work(num_rows, seq_len, size, d != "cpu", recipe.compile.covers(d)) for d in drafters}
+        most = None if counts is None else counts.most_anchors
+        works = {d: Work(num_rows, seq_len, size, d != "cpu", recipe.compile.covers(d), most) for d in drafters}
         return {d: options.step_bytes(recipe.drafter, target, work) for d, work in works.items()}
 
     pass_rows = _pass_rows(recipe, steps, {d: device_bytes(d, machine) for d in drafters})
@@ -253,7 +253,7 @@ def _make_load(
         step=steps(pass_rows),
         validation=recipe.validation,
         cache_limit_bytes=recipe.target.feature_cache_mib << 20,
-        seen_tokens=seen,
+        seen_tokens=_seen_tokens(recipe, counts, step, len(spans) * machine.world.size),
         num_processes=machine.world.size,
         process_bytes=machine.process_bytes,
         stored=recipe.target.features is not None,

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import os
+from importlib.machinery import ModuleSpec
 
 import pytest
 
 from helixctl.errors import UsageError
-from helixctl.machine import Gpu, Machine, World, read_machine, read_world, visible_gpus
+from helixctl.machine import (
+    CPU_BUILD_BYTES,
+    CUDA_BUILD_BYTES,
+    Gpu,
+    Machine,
+    World,
+    process_bytes,
+    read_machine,
+    read_world,
+    visible_gpus,
+)
 
 GPUS = tuple(Gpu("H200", f"GPU-{letter}{letter}", 140 << 30) for letter in "abcd")
 
@@ -32,6 +43,16 @@ def test_memory_and_processor(root):
     assert machine.has_bf16_cpu
     assert machine.num_cpus == len(os.sched_getaffinity(0))
     assert machine.gpus == ()
+
+
+def test_the_build_of_torch_is_looked_at_and_not_imported(tmp_path):
+    spec = ModuleSpec("torch", None, is_package=True)
+    assert process_bytes(None) == process_bytes(spec) == CPU_BUILD_BYTES
+    spec.submodule_search_locations = [str(tmp_path)]
+    assert process_bytes(spec) == CPU_BUILD_BYTES
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libtorch_cuda.so").touch()
+    assert process_bytes(spec) == CUDA_BUILD_BYTES
 
 
 def test_limits_of_a_container(root):

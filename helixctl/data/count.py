@@ -50,6 +50,8 @@ class DataCounts:
     """Supervised tokens over all tokens."""
     anchor_coverage: float
     """Expected share of the supervised tokens that a row's anchors put into a block."""
+    most_anchors: int
+    """Anchors that the fullest row of the first epoch can use."""
     left_out: int
     truncated: int
     """Training documents longer than a row."""
@@ -118,7 +120,8 @@ def count_data(path: Path, options: CountOptions) -> DataCounts | None:
         validation_tokens=held_out_tokens,
         tokens_per_row=num_tokens / max(1, len(rows)),
         supervised_share=float(supervised.sum()) / max(1, num_tokens),
-        anchor_coverage=_anchor_coverage([supervised[list(row)] for row in rows], options),
+        anchor_coverage=_anchor_coverage(eligible := [supervised[list(row)] for row in rows], options),
+        most_anchors=max((_usable_anchors(row, options) for row in eligible), default=0),
         left_out=train.num_documents - int(documents.size),
         truncated=train.num_truncated(options.seq_len),
         tokenizer_length=store.manifest.tokenizer.vocab_size,
@@ -135,11 +138,19 @@ def _anchor_coverage(rows: Sequence[NDArray[np.int64]], options: CountOptions) -
     """
     missed = total = 0.0
     for eligible in rows:
-        allowed = eligible if options.anchors_per_document is None else eligible.clip(max=options.anchors_per_document)
+        allowed = _allowed_anchors(eligible, options)
         drawn = allowed / np.maximum(eligible, 1) * min(1.0, options.num_anchors / max(1, int(allowed.sum())))
         missed += float(((1.0 - drawn) ** (options.block_size - 1) * eligible).sum())
         total += float(eligible.sum())
     return 1.0 - missed / total if total else 0.0
+
+
+def _allowed_anchors(eligible: NDArray[np.int64], options: CountOptions) -> NDArray[np.int64]:
+    return eligible if options.anchors_per_document is None else eligible.clip(max=options.anchors_per_document)
+
+
+def _usable_anchors(eligible: NDArray[np.int64], options: CountOptions) -> int:
+    return min(options.num_anchors, int(_allowed_anchors(eligible, options).sum()))
 
 
 def _contains(split: Split, token: int) -> bool:

@@ -66,6 +66,7 @@ class _TrainedHeadLoss(torch.autograd.Function):
                 correct.append(right)
                 if grads is not None:
                     grads.add(part, grad, states, head.weight)
+                del logits, grad  # or two chunks would live at once
         found = torch.cat(correct) if correct else labels.new_zeros(0, dtype=torch.bool)
         ctx.mark_non_differentiable(found)
         ctx.grads = grads

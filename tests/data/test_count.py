@@ -24,8 +24,8 @@ def store(tmp_path_factory):
     return write_store(tmp_path_factory.mktemp("count") / "s", lengths, [9, 12, 30, 17, 4, 40])
 
 
-def loader(store: Store, most: int | None = None) -> BatchLoader:
-    options = LoaderOptions(seed=3, seq_len=32, rows=1, num_anchors=4, anchors_per_document=most)
+def loader(store: Store, most: int | None = None, num_anchors: int = 4) -> BatchLoader:
+    options = LoaderOptions(seed=3, seq_len=32, rows=1, num_anchors=num_anchors, anchors_per_document=most)
     return BatchLoader(store.split("train"), store.split("validation"), SEQUENCE, options)
 
 
@@ -37,6 +37,16 @@ def test_rows_are_the_loaders(store):
     assert counts.left_out == reader.num_left_out
     assert counts.train_documents + counts.left_out == store.split("train").num_documents
     assert counts.truncated == int((store.split("train").lengths > 32).sum())
+
+
+@pytest.mark.parametrize("most", [None, 1])
+@pytest.mark.parametrize("num_anchors", [4, 99])
+def test_most_anchors_are_those_of_the_fullest_row(store, most, num_anchors):
+    options = replace(OPTIONS, num_anchors=num_anchors, anchors_per_document=most)
+    counts, reader = count_data(store.path, options), loader(store, most, num_anchors)
+    assert counts is not None
+    used = [int(reader.batch(seq).anchor_valid.sum()) for seq in range(reader.first_row(1))]
+    assert max(used) <= counts.most_anchors <= max(used) + 2  # the last supervised token of a document starts nothing
 
 
 @pytest.mark.parametrize("most", [None, 1])

@@ -9,6 +9,7 @@ from torch import nn
 
 from helixctl.models.drafters import _head
 from helixctl.models.trained_head import trained_head_loss
+from tests.models.drafters.test_head import living_chunks
 
 N, V, H = 37, 50, 16
 
@@ -27,6 +28,13 @@ def inputs(with_bias=False):
     weights = torch.rand(N, generator=generator)
     weights[5] = 0.0
     return hidden.requires_grad_(), weight.requires_grad_(), bias, labels, weights
+
+
+def test_one_chunk_of_logits_lives_at_a_time(monkeypatch):
+    living = living_chunks(monkeypatch, _head, "chunk_loss_for")
+    hidden, weight, bias, labels, weights = inputs()
+    trained_head_loss(hidden, weight, bias, None, labels, weights)
+    assert living == [1] * 4
 
 
 def reference(hidden, weight, bias, softcap, labels, weights):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from helixctl.plan import make_plan
 from helixctl.recipe.load import load_recipe
 from helixctl.training.peaks import expected_peaks, measured_peaks, with_memory_advice
 from helixctl.training.run import run_training
+from tests.lm_worlds import make_lm_world
 from tests.training.worlds import make_world, make_world_plan
 
 GPU = Machine(num_cpus=4, total_memory_bytes=8 << 30, gpus=(Gpu("H200", "GPU-0", 80 << 30),))
@@ -33,6 +37,27 @@ def test_every_run_reports_its_peak_beside_the_prediction(recipe: Path, tmp_path
     assert result["peak_memory_bytes"]["host"] > 100 << 20
     assert result["reserved_memory_bytes"] == {}
     assert result["compiled"] == {}
+
+
+DRAFTER = ("drafter.intermediate_size=16384", "drafter.num_layers=3", "train.steps=2")
+LM_SIZES = "vocab_size: 32000, hidden_size: 128, intermediate_size: 512, num_hidden_layers: 2, num_attention_heads: 4"
+LM = (f"model.config={{model_type: llama, {LM_SIZES}}}", "data.seq_len=128", "train.micro_batch_rows=4")
+LM_STEPS = ("stages.0.steps=1", "stages.1.steps=1")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.version.cuda is not None, reason="builds for CUDA differ in what their libraries take")
+@pytest.mark.parametrize(("make", "sizes"), [(make_world, DRAFTER), (make_lm_world, LM + LM_STEPS)])
+def test_the_prediction_for_a_cpu_is_within_a_tenth_of_a_process(make, sizes, tmp_path: Path) -> None:
+    """In a process of its own: everything that it ever held counts, its libraries too."""
+    values = [f"run.dir={tmp_path / 'run'}", "pipeline.threads=1", *sizes]
+    words = ["train", str(make(tmp_path)), *(word for value in values for word in ("--set", value))]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    subprocess.run([sys.executable, "-m", "helixctl", *words], env=environment, check=True, capture_output=True)
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    told, itself = (result[name]["host"] for name in ("predicted_memory_bytes", "process_memory_bytes"))
+    assert told > 1.2 * itself, "large enough that the run's own part shows"
+    assert told / result["peak_memory_bytes"]["host"] == pytest.approx(1.0, abs=0.1)
 
 
 def test_a_gpu_is_compared_with_what_the_allocator_counts(recipe: Path) -> None:

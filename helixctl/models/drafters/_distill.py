@@ -135,6 +135,7 @@ class _SlotLosses(torch.autograd.Function):
                 judged.append(tuple(values))
                 if job.with_grad:
                     kept.add(grad, part)
+                del own, other, grad  # or two chunks would live at once
         columns = [torch.cat(column) for column in zip(*judged, strict=True)] if judged else _nothing(job.weights)
         ctx.mark_non_differentiable(*columns[1:])
         ctx.save_for_backward(*kept.saved(job.with_grad))

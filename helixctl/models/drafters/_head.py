@@ -122,6 +122,7 @@ class _HeadLoss(torch.autograd.Function):
                 correct.append(right)
                 if with_grad:
                     grads.append(grad @ head.weight)
+                del logits, grad  # or two chunks would live at once
         right = torch.cat(correct) if correct else labels.new_zeros(0, dtype=torch.bool)
         ctx.mark_non_differentiable(right)
         ctx.save_for_backward(torch.cat(grads) if grads else torch.zeros_like(hidden))

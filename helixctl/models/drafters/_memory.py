@@ -39,6 +39,8 @@ class Work:
     on_gpu: bool
     compiled: bool = False
     """Layers are compiled: float32 inside norms is computed again in backward, not kept."""
+    most_anchors: int | None = None
+    """Of the fullest row that there is; None where that is unknown."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,8 @@ class StepBytes:
 
 
 def step_bytes(options: BlockOptions, facts: TargetFacts, work: Work) -> StepBytes:
-    """Peak of one training micro-batch with every anchor in use and every token supervised, in bytes."""
-    s = make_shape(options, facts)
+    """Peak of one training micro-batch with as many anchors in use as there can be, and every token supervised."""
+    s, options = make_shape(options, facts), _with_computed_anchors(options, work)
     slots, tokens = work.rows * options.num_anchors * s.block_size, work.rows * work.seq_len
     per_slot = s.num_layers * (_kept_per_slot(s, work) + _attention_per_slot(s, options, work))
     final_norm = s.hidden_size * (_norm_bytes(work) + work.compute_bytes)
@@ -65,6 +67,13 @@ def step_bytes(options: BlockOptions, facts: TargetFacts, work: Work) -> StepByt
         passing=max(_head(s, options, work), _MLP_GRADIENTS * slots * s.intermediate_size * work.compute_bytes),
         copies=work.compute_bytes * parameter_count(options, facts) if work.compute_bytes < _FLOAT32 else 0,
     )
+
+
+def _with_computed_anchors(options: BlockOptions, work: Work) -> BlockOptions:
+    """On a CPU blocks of valid anchors are computed, in groups; elsewhere, and with dense attention, all of them."""
+    if work.on_gpu or work.compiled or work.most_anchors is None or options.attention not in ("auto", "groups"):
+        return options
+    return options.model_copy(update={"num_anchors": max(1, min(options.num_anchors, work.most_anchors))})
 
 
 def _norm_bytes(work: Work) -> int:

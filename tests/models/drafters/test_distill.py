@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from helixctl.models.drafters import _head
+from helixctl.models.drafters import _distill, _head
 from helixctl.models.drafters._distill import LowRank, Mix, Teacher, slot_losses
 from helixctl.models.drafters._head import Head, head_loss
+from tests.models.drafters.test_head import living_chunks
 
 N, C, H, T, RANK = 37, 50, 16, 23, 5
 MIXES = {
@@ -156,3 +157,9 @@ def test_gpu_equals_the_reference(name):
     torch.testing.assert_close(found.loss.double(), loss, rtol=1e-3, atol=1e-4)
     for gradient, want in zip(gradients, expected, strict=True):
         torch.testing.assert_close(gradient.double(), want, rtol=1e-2, atol=1e-4)
+
+
+def test_one_chunk_of_logits_lives_at_a_time(monkeypatch):
+    living = living_chunks(monkeypatch, _distill, "_compare_for")
+    Case().run(MIXES["all"])
+    assert living == [1] * 4

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -27,6 +29,31 @@ def inputs(softcap=None, with_bias=False):
     weights = torch.rand(N, generator=generator)
     weights[5] = 0.0
     return hidden.requires_grad_(), head, labels, weights
+
+
+def living_chunks(monkeypatch, module, name: str) -> list[int]:
+    """Filled with the number of logits that live when the next chunk's are judged, these included."""
+    made, living = [], []
+    original = getattr(module, name)
+
+    def counting(device):
+        judge = original(device)
+
+        def judged(logits, *rest):
+            made.append(weakref.ref(logits))
+            living.append(sum(one() is not None for one in made))
+            return judge(logits, *rest)
+
+        return judged
+
+    monkeypatch.setattr(module, name, counting)
+    return living
+
+
+def test_one_chunk_of_logits_lives_at_a_time(monkeypatch):
+    living = living_chunks(monkeypatch, _head, "chunk_loss_for")
+    head_loss(*inputs())
+    assert living == [1] * 4
 
 
 def reference(hidden, head, labels, weights):

@@ -63,6 +63,17 @@ def test_what_backward_needs_is_counted(dtype, compute_bytes, num_layers):
     assert told.kept + told.copies == pytest.approx(kept_bytes(model, full_slot(dtype), dtype), rel=0.05)
 
 
+@pytest.mark.parametrize("num_valid", [1, 16, ANCHORS])
+def test_blocks_of_invalid_anchors_count_nowhere_on_a_cpu(num_valid):
+    options = make_options(num_layers=2, num_anchors=ANCHORS, block_size=BLOCK, num_taps=len(TAPS))
+    model, slot = plugin.build(options, WIDE, TAPS, 0), full_slot(torch.float32)
+    slot.anchor_valid[:, num_valid:] = False
+    told = step_bytes(options, WIDE, Work(ROWS, SEQ_LEN, 4, on_gpu=False, most_anchors=num_valid))
+    assert told.kept == pytest.approx(kept_bytes(model, slot, torch.float32), rel=0.1)
+    full = Work(ROWS, SEQ_LEN, 4, on_gpu=True)
+    assert step_bytes(options, WIDE, full) == step_bytes(options, WIDE, dataclasses.replace(full, most_anchors=1))
+
+
 @pytest.mark.parametrize("num_layers", [1, 3])
 def test_what_compiled_layers_keep_is_counted(monkeypatch, num_layers):
     """As torch.compile divides the work between forward and backward, without the minutes that its kernels take."""
