@@ -7,7 +7,8 @@
 Settings are chosen on prompts behind the first twenty; `--final` trains the recipe alone and scores those twenty, once:
 what is in --out already is not measured again. Variants that a step costs as much may run beside each other by
 steps; others compare by seconds of training, compilation and start-up apart. Every finished variant is one JSON line
-in --out at once; a call that ends early, by SIGTERM too, loses the variants that are running.
+in --out at once; a call that ends early, by SIGTERM too, loses the variants that are running. Lines of other budgets,
+prompts or settings may stand in the same file: they are not compared.
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ class Ablation:
         self._launch = launch
         self._ends_at = time.monotonic() + options.limit_s
         self._longest_s = 0.0
-        self.lines = read_lines(options.out)
+        self._asked = asked(options)
+        self.lines = [line for line in read_lines(options.out) if line["asked"] == self._asked]
 
     def run(self, variants: Sequence[Variant]) -> None:
         """All that are not known and for which there is time, ``--jobs`` of them beside each other.
@@ -130,7 +132,7 @@ class Ablation:
         if found is None:
             return False
         self._longest_s = max(self._longest_s, found["seconds"])
-        line = {**asdict(case.variant), **found}
+        line = {**asdict(case.variant), "asked": self._asked, **found}
         self.lines.append(line)
         with self._options.out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
@@ -151,6 +153,13 @@ def launch(options: argparse.Namespace, folder: Path, variant: Variant) -> Case:
     words += ["--suspect", variant.suspect] if variant.suspect else []
     words += ["--export", str(options.export)] if options.export else []
     return Case(variant, words, folder)
+
+
+def asked(options: argparse.Namespace) -> Line:
+    """What lines must have in common to be compared."""
+    names = ("steps", "seconds", "set", "skip", "limit", "max_new_tokens")
+    files = {"recipe": options.recipe.name, "bench": [path.name for path in options.bench]}
+    return {**files, **{name: getattr(options, name) for name in names}}
 
 
 def read_lines(path: Path) -> list[Line]:

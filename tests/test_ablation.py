@@ -133,7 +133,7 @@ def test_habits_do_what_they_say(recipe: Path) -> None:
         assert {p.dtype for p in drafter.parameters()} == {torch.bfloat16}
     positions = torch.tensor([0, 1, 1000])
     with under_suspicion("bf16-rotary", plan):
-        rounded = getattr(model, "rotary_tables")(positions, 16, 1e4)  # noqa: B009
+        rounded = vars(model)["rotary_tables"](positions, 16, 1e4)
     for one, other in zip(rounded, _layers.rotary_tables(positions, 16, 1e4), strict=True):
         assert torch.allclose(one[:2], other[:2], atol=4e-3) and not torch.allclose(one[2], other[2], atol=0.1)
     with under_suspicion("whole-blocks", plan):
@@ -246,6 +246,19 @@ def test_a_second_call_goes_on_and_tries_what_failed_again(bench: Any) -> None:
     second.run(THREE)
     assert log == ["start a", "start b"]
     assert "failed" not in table(second.lines) and len(second.lines) == 4
+
+
+def test_lines_of_another_budget_are_not_compared(bench: Any) -> None:
+    first, log = bench()
+    first.run(THREE[:2])
+    log.clear()
+    for words in (("--set", "train.weight_decay=1"), ("--limit", "7")):
+        other, _ = bench(*words)
+        assert other.lines == []
+    other.run(THREE[:1])
+    assert log == [f"start {BASE}"]
+    again, _ = bench()
+    assert [line["name"] for line in again.lines] == [BASE, "a"]
 
 
 def test_variants_run_beside_each_other(bench: Any) -> None:

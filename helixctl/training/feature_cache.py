@@ -186,21 +186,22 @@ class CachedRows:
         return [kept.index_select(0, places).view(*shape, -1) for kept in self._kept]
 
     def _keep(self, number: int, batch: MicroBatch) -> None:
-        """Compute micro-batch ``number`` and keep what belongs to it."""
-        where: list[NDArray[np.int64]] = []
-        what: list[NDArray[np.int64]] = []
+        """Compute micro-batch ``number`` and keep what belongs to it, which stands together in the cache."""
+        first: int | None = None
+        tokens: list[NDArray[np.int64]] = []
         seen: set[int] = set()
         for document, row, start, end in _spans(batch):
             # The epoch's last micro-batch goes on with the next epoch, whose documents are kept elsewhere.
             if self._layout.batches.get(document) != number or document in seen:
                 continue
             seen.add(document)
-            first, begin = self._layout.starts[document], row * batch.input_ids.shape[1]
-            where.append(np.arange(first, first + end - start))
-            what.append(np.arange(begin + start, begin + end))
-        places, tokens = self._send(np.concatenate(where)), self._send(np.concatenate(what))
+            first = self._layout.starts[document] if first is None else first
+            begin = row * batch.input_ids.shape[1]
+            tokens.append(np.arange(begin + start, begin + end))
+        assert first is not None, f"a document of micro-batch {number} was asked for"
+        wanted = self._send(np.concatenate(tokens))
         for kept, feature in zip(self._kept, self._compute(batch), strict=True):
-            kept.index_copy_(0, places, feature.flatten(0, 1).index_select(0, tokens))
+            kept[first : first + len(wanted)] = feature.flatten(0, 1).index_select(0, wanted)
         self._known.add(number)
 
     def _compute(self, batch: MicroBatch) -> list[Tensor]:
