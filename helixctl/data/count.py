@@ -81,7 +81,8 @@ class DataCounts:
 def _seen_share(passes: float, num_loops: int) -> float:
     """Of the documents, after whole passes over all of them and a part of one more."""
     whole, part = divmod(passes, 1)
-    return 1 - (1 - 1 / num_loops) ** whole * (1 - part / num_loops)
+    unseen: float = (1 - 1 / num_loops) ** whole * (1 - part / num_loops)
+    return 1 - unseen
 
 
 def count_data(path: Path, options: CountOptions) -> DataCounts | None:

@@ -115,9 +115,15 @@ def _check_start(dataset: Dataset[Any], num_workers: int, start: WorkerStart) ->
     num_bytes = check_picklable(dataset=dataset, collate_fn=as_it_is, worker_init_fn=start)
     if num_bytes > _LARGE_BYTES:
         _log.warning("each of %d workers gets a dataset of %d MB pickled", num_workers, num_bytes >> 20)
-    cores = len(os.sched_getaffinity(0))
+    cores = max(1, len(os.sched_getaffinity(0)) // _num_processes())
     if num_workers > cores:
         _log.warning("%d workers for %d cores: more do not load faster", num_workers, cores)
+
+
+def _num_processes() -> int:
+    """Of this run on this host, which share its cores; torchrun says so."""
+    told = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return max(1, int(told)) if told.isdecimal() else 1
 
 
 def _preloaded(dataset: Dataset[Any]) -> list[str]:

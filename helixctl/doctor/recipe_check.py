@@ -135,26 +135,25 @@ def check_memory(case: RecipeCase) -> Iterator[Verdict]:
 
 def check_loaders(case: RecipeCase) -> Iterator[Verdict]:
     """Processes and threads against the cores."""
-    recipe, cpus = case.plan.recipe, case.machine.num_cpus
+    recipe, cpus, own = case.plan.recipe, case.machine.num_cpus, case.machine.own_cpus
+    shared = f"{own} cores" if own == cpus else f"{own} of {cpus} cores for each process"
     found = []
     if recipe.data.workers > cpus:
         found.append(warn(f"data.workers is {recipe.data.workers}, with {cpus} cores", f"set data.workers: {cpus}"))
-    if recipe.pipeline.readers > cpus:
-        text = f"pipeline.readers is {recipe.pipeline.readers}, with {cpus} cores"
+    if recipe.pipeline.readers > own:
+        text = f"pipeline.readers is {recipe.pipeline.readers}, with {shared}"
         found.append(warn(text, "one reader is enough for most runs: pipeline.readers: 1"))
     if recipe.validation.num_workers:
         text = f"validation.num_workers is {recipe.validation.num_workers}, and validation starts no processes"
         found.append(warn(text, "set validation.num_workers: 0"))
-    if recipe.pipeline.threads != "auto" and recipe.pipeline.threads > cpus:
-        text = f"pipeline.threads is {recipe.pipeline.threads} for each stage, with {cpus} cores"
+    if recipe.pipeline.threads != "auto" and recipe.pipeline.threads > own:
+        text = f"pipeline.threads is {recipe.pipeline.threads} for each stage, with {shared}"
         found.append(warn(text, "set pipeline.threads: auto"))
     every, steps = recipe.validation.every_steps, case.plan.total_steps
     if every and steps is not None and every > steps:
         text = f"validation.every_steps is {every}, and there are {steps} steps: nothing shows before the end"
         found.append(warn(text, f"set validation.every_steps: {max(1, steps // 10)}"))
-    yield from found or [
-        ok(f"{recipe.data.workers} prepare processes, {recipe.pipeline.readers} readers, {cpus} cores")
-    ]
+    yield from found or [ok(f"{recipe.data.workers} prepare processes, {recipe.pipeline.readers} readers, {shared}")]
 
 
 def check_paths(case: RecipeCase) -> Iterator[Verdict]:

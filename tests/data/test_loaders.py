@@ -366,3 +366,14 @@ assert not torch.cuda.is_initialized()
         [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize(("processes", "own"), [("1", 8), ("4", 2), ("64", 1), ("many", 8)])
+def test_workers_are_judged_by_the_cores_of_a_process(monkeypatch, caplog, processes: str, own: int) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    for num_workers in (own, own + 1):
+        caplog.clear()
+        listed(workers=WorkerOptions(num_workers))
+        assert ("more do not load faster" in caplog.text) == (num_workers > own)

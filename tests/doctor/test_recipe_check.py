@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from helixctl.doctor import recipe_check
 from helixctl.doctor.environment_host import Host, Space
 from helixctl.doctor.probe import Outcome
 from helixctl.doctor.recipe_check import RecipeCase, check_recipe
-from helixctl.machine import Gpu, Machine
+from helixctl.machine import Gpu, Machine, World
 from tests.chats import make_chat_world, prepare_world, save_target
 from tests.data import templates
 from tests.doctor.fake_nvml import HEALTHY, FakeNvml
@@ -116,6 +117,13 @@ def test_memory_against_the_device_and_what_is_free(world: Path, monkeypatch) ->
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("V", (), {"available": 1000}))
     found = check(world)["REC008"]
     assert states(found) == ["warn"] and "free now" in found[0].message
+
+
+def test_threads_are_judged_by_the_cores_of_a_process(world: Path) -> None:
+    machine = replace(MACHINE, num_cpus=4, world=World(size=2, local_size=2))
+    (outcome,) = check(world, "pipeline.threads=3", machine=machine)["REC009"]
+    assert outcome.state == "warn" and "3 for each stage, with 2 of 4 cores for each process" in outcome.message
+    assert states(check(world, "pipeline.threads=2", machine=machine)["REC009"]) == ["ok"]
 
 
 def test_memory_of_a_gpu_that_another_process_fills(world: Path) -> None:
