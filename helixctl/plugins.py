@@ -32,7 +32,7 @@ def load_plugin(package: str, name: str, part: str = "") -> ModuleType:
     names = plugin_names(package)
     if name not in names:
         raise UsageError(
-            f"{package.rsplit('.', 1)[1]} has no plug-in {name!r}",
+            f"there is no {name!r} among the {package.rsplit('.', 1)[1]}",
             fix=suggest(name, names),
         )
     return importlib.import_module(f"{package}.{name}" + (f".{part}" if part else ""))

@@ -20,7 +20,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from helixctl.errors import CheckpointError
+from helixctl.errors import CheckpointError, UsageError
 
 TEMPORARY_PREFIX = ".tmp-"
 """Names of unfinished or half-deleted folders and files begin with this."""
@@ -96,6 +96,33 @@ def write_text(path: Path, text: str) -> None:
             sync(path.parent)
     finally:
         with contextlib.suppress(OSError):  # whatever stood in the way of writing it must not hide behind this
+            temporary.unlink(missing_ok=True)
+
+
+def write_output(path: Path, text: str, option: str, *, parents: bool = False) -> None:
+    """Write a file that the user named by ``option``, whole or not at all; a device or a pipe is written to.
+
+    With ``parents`` folders above it that are missing are made.
+
+    Raises:
+        UsageError: it cannot be written there.
+    """
+    temporary = temporary_name(path)
+    try:
+        if parents:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+        else:
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(path)
+    except OSError as error:
+        see = "errors.md#a-full-disk" if error.errno in _FULL else None
+        raise UsageError(
+            f"{path} cannot be written: {error.strerror}", fix=f"choose another file with {option}", see=see
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
 
 

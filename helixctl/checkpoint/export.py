@@ -150,19 +150,17 @@ def check_replaceable(output_dir: Path, files: Collection[str] = (CONFIG_FILE, W
     if not output_dir.exists():
         return
     if not output_dir.is_dir():
-        raise CheckpointError(f"{output_dir} is a file", fix="give a folder with --output")
+        raise CheckpointError(f"{output_dir} is a file", fix="name a folder")
     found = {path.name for path in output_dir.iterdir()}
     if not found:
         return
     if not _is_export(output_dir):
-        raise CheckpointError(
-            f"{output_dir} is not an export of helixctl; it would be lost", fix="give a new folder with --output"
-        )
+        raise CheckpointError(f"{output_dir} is not an export of helixctl; it would be lost", fix="name a new folder")
     added = sorted(found - {*files})
     if added:
         raise CheckpointError(
             f"{output_dir} holds files that an export does not write: {', '.join(added)}",
-            fix="move them away, or give a new folder with --output",
+            fix="move them away, or name a new folder",
         )
 
 

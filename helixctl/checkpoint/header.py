@@ -35,7 +35,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG_FILE
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"there is no {path}", fix="name the folder of a published drafter") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}", fix="download the drafter again") from error

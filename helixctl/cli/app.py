@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -27,30 +28,21 @@ from helixctl.cli.profile import profile
 from helixctl.cli.validating import validate
 from helixctl.cli.warming import warmup_compile
 from helixctl.doctor.guard import install_guard
+from helixctl.errors import UsageError
 from helixctl.version import __version__
 
 app = typer.Typer(
     name="helixctl",
     help="Trains drafters for speculative decoding: one recipe, one command.",
+    epilog="First steps: helixctl docs tutorial. What a message means: its line `more:`.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 recipe_app = typer.Typer(help="About recipes themselves.", no_args_is_help=True)
-app.add_typer(recipe_app, name="recipe")
-app.command()(doctor)
-app.command()(profile)
-app.command()(validate)
-app.command()(export)
-app.command()(convert)
-app.command()(prepare)
-app.command()(plan)
-app.command()(runs)
-app.command()(report)
-app.command()(docs)
-app.command("warmup-compile")(warmup_compile)
 
+_RESUME = "Go on from the last checkpoint in run.dir; begin where there is none."
 _FORK_GUARDED = ("train", "validate")
 """Commands that refuse a fork after CUDA's start unless told otherwise; nothing of ours forks."""
 
@@ -75,16 +67,19 @@ def start(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what the parts are doing.")] = False,
 ) -> None:
     """Options before the command."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UsageError("the current folder does not exist any more", fix="cd to another one") from None
     set_up_logs(verbose=verbose)
     install_guard(default=context.invoked_subcommand in _FORK_GUARDED)
 
 
-@app.command()
 def train(
     recipe: RecipePath,
     set_: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop; writes nothing.")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in run.dir.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help=_RESUME)] = False,
     eager: Annotated[bool, typer.Option("--eager", help="Compile nothing, for debugging: compile.mode: off.")] = False,
 ) -> None:
     """Train a drafter or a causal LM."""
@@ -103,7 +98,6 @@ def train(
         render.render_train_result(result)
 
 
-@app.command()
 def init(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder of the target, or its hub name.")],
     data: Annotated[Path, typer.Argument(metavar="DATA", help="Training documents: a file or a folder.")],
@@ -120,9 +114,22 @@ def init(
     render.render_init(output, findings)
 
 
-@recipe_app.command()
 def schema() -> None:
     """Print the JSON Schema of recipes, for editors."""
     from helixctl.recipe.load import recipe_schema
 
     render.render_json(recipe_schema())
+
+
+_COMMANDS = {
+    "Step by step": (init, plan, prepare, train, validate, export),
+    "Looking": (runs, report, profile, doctor, docs),
+    "More": (convert, warmup_compile),
+}
+"""In the order of `helixctl --help`."""
+
+for _panel, _commands in _COMMANDS.items():
+    for _command in _commands:
+        app.command(_command.__name__.replace("_", "-"), rich_help_panel=_panel)(_command)
+app.add_typer(recipe_app, name="recipe", rich_help_panel="More")
+recipe_app.command()(schema)

@@ -14,7 +14,6 @@ import typer
 from helixctl.cli import render
 from helixctl.cli.doctor_checks import NO_CHECKS, CheckOptions, refuse_code_options, run_checks
 from helixctl.cli.options import grouped
-from helixctl.errors import UsageError
 
 if TYPE_CHECKING:
     from helixctl.doctor.checkup import Outcome
@@ -24,7 +23,7 @@ _REPORT = "Report"
 
 Paths = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[PATHS]...", help="Files and folders; the current folder if left out.", show_default=False),
+    typer.Argument(metavar="PATHS", help="Files and folders; the current folder if left out.", show_default=False),
 ]
 
 
@@ -103,6 +102,7 @@ def doctor(paths: Paths = None, code: CodeOptions = CodeOptions(), checks: Check
 
 def check_code(paths: list[str], options: CodeOptions) -> None:
     """Scan, report, and end with 1 if something is at or above the fail level."""
+    from helixctl.checkpoint.atomic import write_output
     from helixctl.doctor.cache import default_folder
     from helixctl.doctor.checkup import Request, check_code
     from helixctl.doctor.listing import check_format, format_report
@@ -130,7 +130,7 @@ def check_code(paths: list[str], options: CodeOptions) -> None:
     )
     text = format_report(outcome.report, options.format)
     if options.output_file is not None:
-        _write(options.output_file, text)
+        write_output(options.output_file, text, "--output-file", parents=True)
         render.render_text(outcome.report.summary)
     else:
         render.render_text(text)
@@ -142,6 +142,8 @@ def check_code(paths: list[str], options: CodeOptions) -> None:
 def _notes(outcome: Outcome) -> list[str]:
     """What was done beside reporting."""
     notes = [f"{outcome.num_fixed} findings were mended in place"] if outcome.num_fixed else []
+    if not outcome.report.num_files:
+        notes.append("no file was looked at: check the paths, and what [tool.helixctl.doctor] excludes")
     if outcome.baseline is not None:
         notes.append(f"{outcome.report.num_known} findings are known from now on: {outcome.baseline}")
     return notes
@@ -159,11 +161,3 @@ def _show_rules(options: CodeOptions) -> None:
     else:
         width = max(len(rule.name) for rule in rules)
         render.render_text("\n".join(f"{r.code}  {r.name:{width}}  {r.level:7}  {r.title}" for r in rules))
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}", fix="choose another file") from error

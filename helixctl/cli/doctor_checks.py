@@ -153,7 +153,8 @@ def _refuse(words: list[str], options: CheckOptions, fail_on: str, output_format
     if options.require and not (options.env or options.report or options.recipe):
         raise UsageError("--require needs checks", fix=f"helixctl doctor --env --require {options.require[0]}")
     if options.recipe is not None and not options.recipe.is_file():
-        raise UsageError(f"--recipe: there is no {options.recipe}", fix="check the path")
+        found = f"{options.recipe} is a folder" if options.recipe.is_dir() else f"there is no {options.recipe}"
+        raise UsageError(f"--recipe: {found}", fix="name a recipe file")
     if fail_on not in _FAIL_ON:
         raise UsageError(f"--fail-on: there is no level {fail_on!r}", fix=f"use one of: {', '.join(_FAIL_ON)}")
     if output_format not in _FORMATS:

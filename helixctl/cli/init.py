@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from helixctl.checkpoint.atomic import write_output
 from helixctl.cli.peek import DataPeek, MaskToken, choose_mask_token, peek_data, peek_tokenizer
 from helixctl.errors import ModelError, UsageError
 from helixctl.models.facts import TargetFacts, read_target_facts
@@ -51,15 +52,13 @@ def write_recipe(model: str, data: Path, output: Path, *, force: bool) -> list[s
         ModelError: the model cannot be found, or no mask token.
         DataError: no format understands the documents.
     """
+    if output.is_dir():
+        raise UsageError(f"{output} is a folder", fix="name a file in it with -o")
     if output.exists() and not force:
         raise UsageError(f"{output} exists", fix="choose another file with -o, or replace it with --force")
     findings = _look(model, data, output.absolute().parent)
     text = "\n".join(_lines(findings)) + "\n"
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{output} cannot be written: {error.strerror}", fix="choose another file with -o") from error
+    write_output(output, text, "-o", parents=True)
     return list(findings.sentences())
 
 

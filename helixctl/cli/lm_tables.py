@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from helixctl.cli.source_tables import mix_rows
 from helixctl.cli.tables import UNKNOWN, count_of, devices_of
-from helixctl.cli.values import format_bytes, format_value
+from helixctl.cli.values import format_bytes, format_millions, format_value
 
 if TYPE_CHECKING:
     from helixctl.lm_plan import CausalLMPlan, PlannedStage
@@ -25,7 +25,7 @@ def lm_plan_sections(plan: CausalLMPlan) -> Iterator[tuple[str, dict[str, str]]]
         {
             "begins with": recipe.model.checkpoint or "random weights",
             "shape": f"{model.model_type}, {model.num_layers} layers of {model.hidden_size}, "
-            f"vocabulary {model.vocab_size:,}, {_millions(plan.parameters)} parameters",
+            f"vocabulary {model.vocab_size:,}, {format_millions(plan.parameters)} parameters",
             "tokenizer": recipe.model.tokenizer_base,
             "dtype": f"{plan.compute_dtype}, float32 masters",
             "devices": devices_of(plan.trainer_devices),
@@ -48,10 +48,6 @@ def lm_validation_sections(result: LMValidationResult) -> Iterator[tuple[str, di
         "proofs",
         {("passed" if p.passed else "FAILED") + f": {p.name}": p.detail for p in result.proofs},
     )
-
-
-def _millions(number: int) -> str:
-    return f"{number / 1e6:,.1f} M" if number >= 1e5 else f"{number:,}"
 
 
 def _data_rows(plan: CausalLMPlan) -> dict[str, str]:

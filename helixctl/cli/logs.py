@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 
 from helixctl.redact import RedactingFormatter
 
@@ -16,4 +17,6 @@ def set_up_logs(*, verbose: bool) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
+    # Read when that library is imported. It tells of every retry, twice: by a handler of its own, and by ours.
+    os.environ.setdefault("HF_HUB_VERBOSITY", "warning" if verbose else "error")
     logging.getLogger("helixctl").setLevel(logging.DEBUG if verbose else logging.WARNING)

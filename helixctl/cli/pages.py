@@ -22,9 +22,9 @@ _FOLDERS = (_PACKAGE / "docs", _PACKAGE.parent / "docs")
 
 
 def docs(
-    page: Annotated[str | None, typer.Argument(metavar="[PAGE]", help="Its name; all of them if left out.")] = None,
+    page: Annotated[str | None, typer.Argument(metavar="PAGE", help="Its name; all of them if left out.")] = None,
     section: Annotated[
-        str | None, typer.Argument(metavar="[SECTION]", help="One section of it, e.g. usageerror of errors.")
+        str | None, typer.Argument(metavar="SECTION", help="One section of it, e.g. usageerror of errors.")
     ] = None,
 ) -> None:
     """Read the documentation: without a page, list the pages."""

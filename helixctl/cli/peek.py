@@ -95,10 +95,9 @@ def peek_data(path: Path, tokenizer: TokenizerPeek) -> DataPeek:
             lengths = tuple(count(text) if isinstance(text, str) else len(text) for text in texts)
             shown = tuple(text for text in texts if isinstance(text, str))
             return DataPeek(name, field, shown, lengths, tokenizer.encoder is not None)
-    fix = f"use one of the formats {', '.join(plugin_names(FORMATS))}; the README shows them"
-    raise DataError(
-        f"{path}: no format understands these documents; their keys are {', '.join(keys) or 'none'}", fix=fix
-    )
+    problem = f"no format understands these documents; their keys are {', '.join(keys)}" if keys else "no documents"
+    fix = f"use one of the formats {', '.join(plugin_names(FORMATS))}"
+    raise DataError(f"{path}: {problem}", fix=fix, see="data.md#sources")
 
 
 def choose_mask_token(facts: TargetFacts, tokenizer: TokenizerPeek, texts: tuple[str, ...]) -> MaskToken | None:

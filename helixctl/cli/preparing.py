@@ -35,6 +35,10 @@ def prepare(
     show: Annotated[int, typer.Option(min=0, metavar="N", help="Print N prepared documents with their mask.")] = 0,
 ) -> None:
     """Turn documents into a store of tokens and loss masks."""
+    if features is not None:
+        from helixctl.data.stored_features import find_features
+
+        find_features(features)  # refuses other things before the work, not behind it
     if regenerate:
         _regenerate(load_plan(recipe, set_, decodes=True))
     for loaded in _by_store(load(recipe, set_)):

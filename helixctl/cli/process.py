@@ -1,26 +1,44 @@
 """How a command ends: errors become messages and exit codes, signals end it without a traceback.
 
+What the terminal, the file or the pipe behind it cannot take is no bug: unknown characters are replaced, a closed
+pipe ends the command, and a full disk is named.
+
 Exit codes: 0 done, 1 failed, 2 wrong use, 130 Ctrl-C, 143 SIGTERM.
 """
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import TextIO
 
 from helixctl.cli.render import render_bug, render_error, render_stopped
 from helixctl.errors import HelixError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def run_process(command: Callable[[], object]) -> None:
     """Call `command` and end the process."""
     signal.signal(signal.SIGTERM, _terminate)
+    _prepare_output()
     try:
-        command()
+        try:
+            command()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        _discard_output()
+        sys.exit(1)
+    except OSError as error:
+        _end_full(error) if error.errno in _FULL else render_bug(error)
+        sys.exit(1)
     except HelixError as error:
         render_error(error)
         sys.exit(error.exit_code)
@@ -30,6 +48,35 @@ def run_process(command: Callable[[], object]) -> None:
     except Exception as error:
         render_bug(error)
         sys.exit(1)
+
+
+def _prepare_output() -> None:
+    """Both streams exist and take every character: a path, a document or a sign of ours may be foreign to them."""
+    sys.stdout = sys.stdout or _nowhere()
+    sys.stderr = sys.stderr or _nowhere()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def _nowhere() -> TextIO:
+    """Where the caller has closed a stream."""
+    return open(os.devnull, "w", encoding="utf-8")
+
+
+def _end_full(error: OSError) -> None:
+    """A write that nobody explained: that of our output, or of a library."""
+    _discard_output()
+    text = f"cannot write {error.filename or 'the output'}: {error.strerror}"
+    render_error(HelixError(text, fix="free space there, then run the command again", see="errors.md#a-full-disk"))
+
+
+def _discard_output() -> None:
+    """What is left in the buffer must not fail once more when the interpreter ends."""
+    with suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 @contextmanager

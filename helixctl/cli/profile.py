@@ -28,7 +28,7 @@ _LIVE_EVERY_S = 1.0
 _LOOKING = "How to look"
 
 RecipePath = Annotated[
-    Path | None, typer.Argument(metavar="[RECIPE]", help="Recipe to run while it is profiled.", show_default=False)
+    Path | None, typer.Argument(metavar="RECIPE", help="Recipe to run while it is profiled.", show_default=False)
 ]
 
 

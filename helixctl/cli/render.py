@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shlex
 import sys
 import time
 import traceback
@@ -132,7 +133,8 @@ def render_init(path: Path, findings: Sequence[str]) -> None:
     _print_message(console, Text.assemble("wrote ", (str(path), "bold")))
     for finding in findings:
         _print_message(console, Text(finding), indent=2)
-    _print_message(console, Text(f"next: helixctl prepare {path}, then helixctl train {path}"))
+    name = shlex.quote(str(path))
+    _print_message(console, Text(f"next: helixctl prepare {name}, then helixctl train {name}"))
 
 
 def render_train_result(result: TrainResult) -> None:

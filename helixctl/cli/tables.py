@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from helixctl.cli.source_tables import mix_rows, source_rows
-from helixctl.cli.values import format_bytes, format_value
+from helixctl.cli.values import format_bytes, format_millions, format_value
 
 if TYPE_CHECKING:
     from helixctl.data.prepare import PrepareResult
@@ -39,8 +39,9 @@ def plan_sections(plan: Plan) -> Iterator[tuple[str, dict[str, str]]]:
     yield (
         "drafter",
         {
-            "algorithm": f"{drafter.algorithm}, {drafter.num_layers} layers, {plan.parameters / 1e6:,.1f} M parameters"
-            + (f", {plan.frozen_parameters / 1e6:,.1f} M more frozen" if plan.frozen_parameters else ""),
+            "algorithm": f"{drafter.algorithm}, {count_of(drafter.num_layers, 'layer')}, "
+            f"{format_millions(plan.parameters)} parameters"
+            + (f", {format_millions(plan.frozen_parameters)} more frozen" if plan.frozen_parameters else ""),
             "taps": ", ".join(str(i) for i in plan.target_layer_ids)
             + (", and the last hidden state" if plan.last_hidden else ""),
             "blocks": f"{drafter.block_size} tokens, {drafter.num_anchors} anchors per row, "

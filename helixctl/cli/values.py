@@ -44,3 +44,8 @@ def format_bytes(num_bytes: float) -> str:
     while num_bytes >= 1024 and power < len(units) - 1:
         num_bytes, power = num_bytes / 1024, power + 1
     return f"{num_bytes:.1f} {units[power]}" if power else f"{num_bytes:.0f} B"
+
+
+def format_millions(number: int) -> str:
+    """`135300000` -> `135.3 M`; small numbers as they are."""
+    return f"{number / 1e6:,.1f} M" if number >= 1e5 else f"{number:,}"

@@ -197,6 +197,17 @@ def read_features(path: Path) -> FeatureManifest:
         raise FeaturesError(f"{file} cannot be read: {type(error).__name__}: {error}", fix=again) from error
 
 
+def find_features(path: Path) -> FeatureManifest | None:
+    """What an earlier `prepare` began in the folder ``path``; None where it is absent or empty.
+
+    Raises:
+        FeaturesError: it is a file, or a folder of other things.
+    """
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return None
+    return read_features(path)
+
+
 def open_features(path: Path, wanted: FeatureKey) -> FeatureManifest:
     """The manifest in ``path``, once its shards are all there and are those that ``wanted`` describes.
 

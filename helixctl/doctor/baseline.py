@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from helixctl.checkpoint.atomic import write_output
 from helixctl.doctor.finding import Finding
 from helixctl.errors import UsageError
 
@@ -22,11 +23,8 @@ def write_baseline(path: Path, findings: Iterable[Finding]) -> int:
     """Write all findings to `path`; returns how many."""
     counted = Counter((f.path, f.code, f.text) for f in findings)
     entries = [{"path": p, "code": c, "text": t, "count": n} for (p, c, t), n in sorted(counted.items())]
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"version": _VERSION, "findings": entries}, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}", fix="choose another file") from error
+    text = json.dumps({"version": _VERSION, "findings": entries}, indent=1) + "\n"
+    write_output(path, text, "--baseline", parents=True)
     return counted.total()
 
 

@@ -6,14 +6,18 @@ Configurations of multimodal models nest the language model's values in `text_co
 from __future__ import annotations
 
 import json
+import logging
 import math
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from helixctl.errors import ModelError
 from helixctl.recipe.causal_lm import ModelOptions
 from helixctl.recipe.schema import TargetOptions
+
+_log = logging.getLogger(__name__)
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _RECURRENT_TYPES = ("mamba", "rwkv", "jamba", "recurrent_gemma", "zamba", "bamba", "falcon_h1", "lfm2", "nemotron_h")
@@ -238,7 +242,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 @cache
 def _tell_of_hub(model: str) -> None:
-    """Once for a model: a mistyped folder looks like a name, and a hub that cannot be reached is asked for half a minute."""
+    """Once for a model: a mistyped folder looks like a name, and asking a hub out of reach takes half a minute."""
     _log.warning("%s is no folder here: asking the hub for it", model)
 
 

@@ -46,8 +46,9 @@ def load_report(path: Path) -> Json:
     try:
         content: Any = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(
-            f"{file} cannot be read as a report: {error}", fix="name a report.json or its folder"
+            f"{file} cannot be read as a report: {reason}", fix="name a report.json or its folder"
         ) from None
     version = content.get("schema_version") if isinstance(content, dict) else None
     if version != SCHEMA_VERSION:

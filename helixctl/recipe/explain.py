@@ -105,7 +105,10 @@ def _tell(item: ErrorDetails, key: Key, checked: Checked) -> tuple[str, str | No
     if kind == "extra_forbidden":
         return "unknown key", _nearest(key, checked)
     if kind in ("model_type", "model_attributes_type", "dict_type"):
-        return f"should be a section of `name: value` lines, not {value!r}", None
+        return (
+            f"should be a section of `name: value` lines, not {_short(value)}",
+            "write its options below it, indented",
+        )
     if kind in ("tuple_type", "list_type"):
         return f"is {_short(value)}; it should be a list", "begin each entry with `- `, or write [a, b]"
     if kind == "value_error":

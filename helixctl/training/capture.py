@@ -38,9 +38,9 @@ from helixctl.data.stored_features import (
     Shard,
     choose_shard_tokens,
     differences,
+    find_features,
     list_shards,
     make_layouts,
-    read_features,
 )
 from helixctl.engine.channel import Channel
 from helixctl.engine.interrupt import InterruptFlag
@@ -170,10 +170,9 @@ class Capture:
 
     def _known(self) -> FeatureManifest | None:
         """What an earlier `prepare` began in this folder."""
-        if not self.folder.exists() or not any(self.folder.iterdir()):
-            return None
-        known = read_features(self.folder)
-        _refuse_other(self.folder, known.key, self.key)
+        known = find_features(self.folder)
+        if known is not None:
+            _refuse_other(self.folder, known.key, self.key)
         return known
 
     def _is_whole(self, shard: Shard, *, read_all: bool) -> bool:
@@ -224,8 +223,8 @@ def refuse_lack_of_room(forecast: Forecast) -> None:
     needed = forecast.missing_bytes * (1 + _MARGIN)
     if needed > forecast.free_bytes:
         raise UsageError(
-            f"features need {needed / 2**30:.2f} GiB in {forecast.folder}, its disk has "
-            f"{forecast.free_bytes / 2**30:.2f} GiB free",
+            f"features need {needed / 2**20:,.1f} MiB in {forecast.folder}, its disk has "
+            f"{forecast.free_bytes / 2**20:,.1f} MiB free",
             fix="free space, name a folder on another disk, lower data.seq_len, or tap fewer layers (drafter.num_taps)",
         )
 

@@ -10,6 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from helixctl.checkpoint.atomic import write_output
 from helixctl.errors import UsageError
 from helixctl.metrics import names, page
 from helixctl.metrics.charts import bar_chart, line_chart
@@ -41,10 +42,7 @@ def write_report(run_dir: Path, output: Path | None = None) -> Path:
     if not is_run(run_dir):
         raise UsageError(f"{run_dir} is no run", fix="name a run's directory; `helixctl runs FOLDER` lists them")
     path = output or run_dir / FILE
-    try:
-        path.write_text(make_page(run_dir), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}", fix="choose another file: --output") from error
+    write_output(path, make_page(run_dir), "--output")
     return path
 
 

@@ -11,9 +11,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from helixctl.checkpoint.atomic import write_output
 from helixctl.decoding.acceptance import PositionAcceptance
 from helixctl.decoding.calibration import Calibration, Calibrations, by_bin
-from helixctl.errors import UsageError
 from helixctl.metrics import names, page
 from helixctl.metrics.charts import bar_chart, line_chart
 from helixctl.metrics.history import History, read_history
@@ -45,10 +45,7 @@ def write_validation(result: ValidationResult, path: Path, run_dir: Path) -> Non
     """
     history = read_history(run_dir)
     content = make_text(result, history) if path.suffix == ".md" else make_validation_page(result, history)
-    try:
-        path.write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}", fix="choose another file: --report") from error
+    write_output(path, content, "--report")
 
 
 def make_validation_page(result: ValidationResult, history: History) -> str:

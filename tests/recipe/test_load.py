@@ -164,7 +164,7 @@ def test_all_mistakes_are_told_at_once_with_lines(recipe_file):
         ("steps: 10", "steps: 10\n  schedule: cosin", "train.schedule", "'cosin'", "did you mean 'cosine'?"),
         ("steps: 10", "steps: 10\n  warmup_ratio: 2", "train.warmup_ratio", "less than or equal to 1", None),
         (f"algorithm: {ALGORITHM}", "num_layers: 2", "drafter.algorithm", "is required", ALGORITHM),
-        (f"algorithm: {ALGORITHM}", "algorithm: nothing_like_it", "drafter.algorithm", "no plug-in", ALGORITHM),
+        (f"algorithm: {ALGORITHM}", "algorithm: nothing_like_it", "drafter.algorithm", "among the drafters", ALGORITHM),
         (
             f"algorithm: {ALGORITHM}",
             f"algorithm: {ALGORITHM}\n  block_size: 4096",

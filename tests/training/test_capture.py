@@ -102,7 +102,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_loaded(
     recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
-    with pytest.raises(UsageError, match=r"GiB in .*features, its disk has 0.00 GiB free"):
+    with pytest.raises(UsageError, match=r"MiB in .*features, its disk has 0.0 MiB free"):
         store_features(recipe)
     assert not (recipe.parent / "features").exists()
 
