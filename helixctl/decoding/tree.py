@@ -3,7 +3,8 @@
 A chain spends all drafts on one continuation; a tree spends them where the drafter sees most weight. Of all trees with
 `budget` nodes the one is drafted whose nodes are likeliest, each weighed with all before it: if the drafter's odds were
 the target's, no other of that size would be accepted further. The target verifies the nodes in one forward, where a
-node stands at the position of its depth and sees its own ancestors only. (Trees from the slots of one parallel forward: https://arxiv.org/abs/2606.18394, https://arxiv.org/abs/2604.12989.)
+node stands at the position of its depth and sees its own ancestors only. Trees from the slots of one parallel forward
+are those of https://arxiv.org/abs/2606.18394 and https://arxiv.org/abs/2604.12989.
 
 What is emitted never hangs on the drafts: behind every node the target chooses a token, the best or a sample from its
 own distribution, and goes on where that token is a node. So greedy output is plain greedy output, and samples are the
