@@ -72,7 +72,7 @@ def measure(name: str, folder: Path, options: argparse.Namespace) -> dict[str, A
     set_up_process(plan)
     store = Store.open(plan.recipe.data.store)
     targets = Targets(plan)
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"target's products": str(plan.float8 or plan.target_dtype)}
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "target": lambda: target_alone(plan, store, targets, options),
         "drafter": lambda: drafter_alone(plan, store, targets, options),

@@ -141,24 +141,33 @@ def multiply(tokens: Tensor, token_scales: Tensor, weight: Tensor, scales: Tenso
 
 
 def multiplies_float8(device: torch.device, block: int | None = None) -> bool:
-    """Whether ``device`` has float8 products with such scales. Found out by one small product per device and process.
+    """Whether ``device`` has float8 products with such scales; the log names a GPU that has none, once per process.
 
     Scales of rows need compute capability 8.9; those of blocks Hopper and CUDA 12.9.
     """
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < _FIRST_CAPABILITY:
+    if device.type != "cuda":
         return False
     if (device, block) not in _PRODUCTS:
-        size = _BLOCKS * (block or _MULTIPLE)
-        ones = torch.ones(size, size, device=device)
-        try:
-            multiply(*quantize(ones, block), *quantize_weight(ones, block), block)
-        except (RuntimeError, ValueError) as error:
-            reason = str(error).strip().partition("\n")[0]
-            logger.warning("%s has no float8 products with these scales, so they are slow: %s", device, reason)
-            _PRODUCTS[device, block] = False
-        else:
-            _PRODUCTS[device, block] = True
+        lack = _try_product(device, block)
+        if lack:
+            scales = "rows" if block is None else f"blocks of {block}"
+            logger.warning("%s has no float8 products with scales of %s, so they are slow: %s", device, scales, lack)
+        _PRODUCTS[device, block] = not lack
     return _PRODUCTS[device, block]
+
+
+def _try_product(device: torch.device, block: int | None) -> str:
+    """Multiply two small matrices; what went wrong."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _FIRST_CAPABILITY:
+        return f"compute capability {capability[0]}.{capability[1]}"
+    size = _BLOCKS * (block or _MULTIPLE)
+    ones = torch.ones(size, size, device=device)
+    try:
+        multiply(*quantize(ones, block), *quantize_weight(ones, block), block)
+    except (RuntimeError, ValueError) as error:
+        return str(error).strip().partition("\n")[0]
+    return ""
 
 
 def is_float8(model: nn.Module) -> bool:

@@ -121,8 +121,9 @@ def test_captured_features_equal_one_document_at_a_time(
 
 
 @pytest.mark.gpu
-def test_captured_features_never_wait_for_the_device(tmp_path: Any) -> None:
-    options = TargetOptions(model=str(save_tiny(tiny_llama(), tmp_path)))
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
+def test_captured_features_never_wait_for_the_device(quantization: Any, tmp_path: Any) -> None:
+    options = TargetOptions(model=str(save_tiny(tiny_llama(), tmp_path)), quantization=quantization)
     target = Target.load(options, TAPS, "cuda:0", torch.bfloat16)
     batch = make_batch().pinned()
     fixed = target.fixed(batch)

@@ -16,15 +16,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from helixctl.errors import ModelError
+from helixctl.models.facts import read_target_facts
 from helixctl.models.float8 import (
     DTYPE,
     LARGEST,
     Float8Linear,
     dequantize,
+    multiplies_float8,
     plain_weight,
     quantize,
     quantize_weight,
 )
+from helixctl.models.float8_format import choose_float8, weight_bytes
 from helixctl.models.identity import fingerprint_weights
 from helixctl.models.proof import prove_capture
 from helixctl.models.target import Target
@@ -299,3 +302,80 @@ def test_scales_that_do_not_fit_the_weights_are_refused(fault: str, tmp_path: Pa
     }
     with pytest.raises(ModelError, match=words[fault]):
         Target.load(TargetOptions(model=str(tmp_path)), TAPS, CPU, torch.float32)
+
+
+def test_the_plan_counts_the_bytes_that_are_held(tmp_path: Path) -> None:
+    for quantization, block in (("none", None), ("fp8", None), ("auto", 16)):
+        folder = tmp_path / str(quantization)
+        if block is None:
+            save_tiny(tiny_qwen3(), folder)
+        else:
+            store_float8(tiny_qwen3(), folder, block)
+        options = TargetOptions.model_validate({"model": str(folder), "quantization": quantization})
+        target, facts = Target.load(options, TAPS, CPU, torch.bfloat16), read_target_facts(options)
+        matrices = [p for p in target.layers.parameters() if p.ndim == 2]
+        held = sum(p.numel() * p.element_size() for p in matrices)
+        assert held == weight_bytes(facts, 2, choose_float8(options, facts))
+
+
+def test_a_drafter_starts_from_the_plain_numbers_of_a_float8_layer(tmp_path: Path) -> None:
+    layer = load(tiny_qwen3(), tmp_path, dtype=torch.float32).layers[1]
+    own = layer.mlp.up_proj
+    assert own.weight.dtype == DTYPE and plain_weight(own).dtype == torch.float32
+    assert torch.equal(own(torch.eye(32)).T, plain_weight(own))  # ones are exact in float8
+    assert plain_weight(nn.Linear(2, 2)).dtype == torch.float32
+
+
+def needs_products(block: int | None) -> None:
+    if not multiplies_float8(torch.device("cuda:0"), block):
+        pytest.skip(f"this GPU and this CUDA multiply no float8 with scales of {block or 'rows'}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", [None, 128])
+@pytest.mark.parametrize("num_tokens", [1, 5, 300])
+def test_the_devices_product_equals_the_reference(block: int | None, num_tokens: int) -> None:
+    needs_products(block)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(384, 1024, generator=generator) * torch.logspace(-2, 2, 384)[:, None]
+    x = torch.randn(num_tokens, 1024, generator=generator) * torch.logspace(0, 3, 1024)
+    layer = Float8Linear(*quantize_weight(weight, block), torch.randn(384, generator=generator).bfloat16(), block)
+    kept = dequantize(*quantize(x.bfloat16(), block), torch.float64)
+    assert layer.bias is not None
+    wanted = kept @ layer.dequantized(torch.float64).T + layer.bias.double()
+    layer = layer.cuda()
+    assert layer.multiplies
+    found = layer(x.bfloat16().cuda())
+    assert found.dtype == torch.bfloat16
+    error = (found.cpu().double() - wanted).norm(dim=0) / wanted.norm(dim=0)  # row by row of the weight
+    assert float(error.max()) < 1e-2
+
+
+@pytest.mark.gpu
+def test_a_gpu_without_room_for_whole_sizes_multiplies_the_plain_numbers() -> None:
+    layer = Float8Linear(*quantize_weight(torch.randn(24, 40)), None).cuda()
+    assert not layer.multiplies
+    assert layer(torch.randn(3, 40, device="cuda", dtype=torch.bfloat16)).isfinite().all()
+
+
+@pytest.mark.gpu
+def test_compiled_quantisation_is_the_same(device: str = "cuda:0") -> None:
+    x = torch.randn(64, 1024, device=device, dtype=torch.bfloat16)
+    (one, scales), (other, others) = quantize(x), torch.compile(quantize, fullgraph=True)(x)
+    torch.testing.assert_close(scales, others)
+    assert float((one.float() != other.float()).float().mean()) < 1e-2  # a last bit of the division
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 0.02), (torch.bfloat16, 0.5)])
+def test_captured_gpu_features_are_the_quantised_models(dtype: torch.dtype, limit: float, tmp_path: Path) -> None:
+    """Bfloat16 differs from float32 by nearly as much as float8 does in so small and random a model."""
+    wanted = real(make_batch(), load(tiny_llama(), tmp_path).features(make_batch()))
+    target = Target.load(TargetOptions(model=str(tmp_path), quantization="fp8"), TAPS, "cuda:0", dtype)
+    assert all(m.multiplies for m in target.layers.modules() if isinstance(m, Float8Linear))
+    fixed = target.fixed(make_batch())
+    assert fixed is not None and fixed.lends
+    for _ in range(2):
+        found = real(make_batch(), [feature.cpu() for feature in fixed.features(make_batch())])
+        for one, other in zip(found, wanted, strict=True):
+            assert float((one.double() - other).norm() / other.norm()) < limit
