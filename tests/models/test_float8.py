@@ -319,8 +319,7 @@ def test_the_plan_counts_the_bytes_that_are_held(tmp_path: Path) -> None:
 
 
 def test_a_drafter_starts_from_the_plain_numbers_of_a_float8_layer(tmp_path: Path) -> None:
-    layer = load(tiny_qwen3(), tmp_path, dtype=torch.float32).layers[1]
-    own = layer.mlp.up_proj
+    own: Any = load(tiny_qwen3(), tmp_path, dtype=torch.float32).layers.get_submodule("1.mlp.up_proj")
     assert own.weight.dtype == DTYPE and plain_weight(own).dtype == torch.float32
     assert torch.equal(own(torch.eye(32)).T, plain_weight(own))  # ones are exact in float8
     assert plain_weight(nn.Linear(2, 2)).dtype == torch.float32
