@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from helixctl.models.loading import FINAL_NORMS
-from helixctl.models.private import private
+from helixctl.models.private import compile_fixed, private
 
 
 class Backbone:
@@ -46,7 +46,7 @@ class Backbone:
         own = {kind: private(kind.forward) for kind in {type(layer) for layer in self._layers}}
         for layer in self._layers:
             forward = types.MethodType(own[type(layer)], layer)  # one code object, so one graph, for all of a kind
-            layer.forward = torch.compile(forward, **{"fullgraph": True, "dynamic": False, **options})
+            layer.forward = compile_fixed(forward, **options)
 
     def interpret(self) -> None:
         """Undo ``compile``."""

@@ -23,7 +23,7 @@ from helixctl.models import attention
 from helixctl.models.drafters._terms import LossTerms
 from helixctl.models.facts import TargetFacts
 from helixctl.models.flex import FlexPacking, make_flex
-from helixctl.models.private import private
+from helixctl.models.private import compile_fixed, private
 from helixctl.models.quiet import silence_transformers
 from helixctl.models.trained_head import trained_head_loss
 from helixctl.recipe.causal_lm import ModelOptions
@@ -235,7 +235,4 @@ def _layers_of(model: Any, num_layers: int) -> nn.ModuleList:
 def _compile_layers(layers: nn.ModuleList) -> dict[Any, Any]:
     """Layer -> its compiled forward; layers of one kind share a graph, as they share a code object."""
     forwards = {kind: private(kind.forward) for kind in {type(layer) for layer in layers}}
-    return {
-        layer: torch.compile(types.MethodType(forwards[type(layer)], layer), fullgraph=True, dynamic=False)
-        for layer in layers
-    }
+    return {layer: compile_fixed(types.MethodType(forwards[type(layer)], layer)) for layer in layers}

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import pad
 
-from helixctl.models.private import private
+from helixctl.models.private import compile_fixed, private
 from helixctl.models.scores import Scores
 
 BLOCK = 128
@@ -32,7 +32,7 @@ def make_flex(*, compiled: bool) -> FlexCall:
     traces, which is not safe beside other threads; tests only.
     """
     call = private(_call)
-    return torch.compile(call, fullgraph=True, dynamic=False) if compiled else call
+    return compile_fixed(call) if compiled else call
 
 
 def _call(query: Tensor, key: Tensor, value: Tensor, scores: Scores, mask: BlockMask) -> Any:

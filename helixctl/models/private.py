@@ -1,4 +1,4 @@
-"""Compiled functions that belong to one thread.
+"""Compiled functions that belong to one thread; the only place that calls torch.compile.
 
 torch keeps compiled code by code object. In torch 2.13 threads that share a warm one miss its guards now and then, and
 recompile; a copy of the code object for every thread never does. Configuration of the compiler, too, is a thread's own.
@@ -6,12 +6,36 @@ recompile; a copy of the code object for every thread never does. Configuration 
 
 from __future__ import annotations
 
+import inspect
 import threading
 import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+GRAPH_LIMIT = 64
+"""Graphs that one compiled function may have; one more is an error, and a target is then interpreted, and says so.
+
+A run needs few: 3 of a drafter's layer in one thread (training and validation, whole rows and parts), one of a target's
+for each kind of layer and window. Torch's own limit of 8 is met by a process that makes several runs of other shapes on
+its main thread, such as tests.
+"""
+
+
+def compile_fixed(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """``function`` compiled as a whole for fixed shapes, at the first call with each.
+
+    Args:
+        function: With a code object of its own, see ``private``.
+        options: For ``torch.compile``.
+    """
+    options = {"fullgraph": True, "dynamic": False, **options}
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        options["recompile_limit"] = GRAPH_LIMIT
+    else:  # before torch 2.13 it is a setting of the process; since 2.12 settings are each thread's own
+        torch._dynamo.config.recompile_limit = GRAPH_LIMIT
+    return torch.compile(function, **options)
 
 
 class _Compiled(threading.local):
@@ -36,9 +60,9 @@ def private(function: Callable[..., Any]) -> Callable[..., Any]:
     return copy
 
 
-def compiled_here(function: Callable[..., Any], *, fullgraph: bool = True) -> Callable[..., Any]:
+def compiled_here(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function`` compiled for the calling thread, for fixed shapes; the same object at every call."""
     own = _COMPILED.by_function
     if function not in own:
-        own[function] = torch.compile(private(function), fullgraph=fullgraph, dynamic=False)
+        own[function] = compile_fixed(private(function))
     return own[function]
