@@ -13,7 +13,7 @@ from typing import Any
 
 from helixctl.checkpoint.atomic import write_output
 from helixctl.decoding.acceptance import PositionAcceptance
-from helixctl.decoding.calibration import Calibration, Calibrations, by_bin
+from helixctl.decoding.calibration import Calibrations, by_bin
 from helixctl.metrics import names, page
 from helixctl.metrics.charts import bar_chart, line_chart
 from helixctl.metrics.history import History, read_history
@@ -64,7 +64,8 @@ def make_text(result: ValidationResult, history: History) -> str:
         parts += ["## Acceptance by position", _POSITION_NOTE, _position_table(result)]
     if result.confidence is not None:
         rows = _confidence_rows(result.confidence)
-        parts += ["## Confidence", _CONFIDENCE_NOTE, _markdown_table(_CONFIDENCE_HEADS, rows)]
+        parts += ["## Confidence", f"{_CONFIDENCE_NOTE}; {_errors(result.confidence)}"]
+        parts += [_markdown_table(_CONFIDENCE_HEADS, rows)]
     spark = [(name, history.finite(name)) for name in _CURVES]
     if any(curve for _, curve in spark):
         lines = [[name, _spark(curve), f"{curve[-1][1]:.3f}"] for name, curve in spark if curve]
@@ -155,22 +156,23 @@ def _confidence_sections(found: Calibrations) -> Iterator[str]:
     }
     chart = line_chart(lines, "accepted by what the drafter expected")
     yield from page.charted("Accepted by what the drafter expected", chart, _CONFIDENCE_NOTE)
-    yield page.section("Confidence", page.table(_CONFIDENCE_HEADS, _confidence_rows(found)), wide=True)
+    listed = page.table(_CONFIDENCE_HEADS, _confidence_rows(found))
+    yield page.section("Confidence", listed, note=_errors(found), wide=True)
 
 
 def _confidence_rows(found: Calibrations) -> list[list[Any]]:
-    """Bins down, and all drafts with the expected calibration error."""
+    """Bins down, and all drafts."""
     rows: list[list[Any]] = []
     for low, high, *both in by_bin(found):
         cells = [[one.num_drafts, _mean(one.predicted), _mean(one.accepted)] if one else [None] * 3 for one in both]
         rows.append([f"{low:.1f} to {high:.1f}", *cells[0], *cells[1]])
     whole = [[one.num_drafts, _mean(one.predicted), _mean(one.accepted)] for one in (found.survival, found.reached)]
-    errors = [[None, _error(one), None] for one in (found.survival, found.reached)]
-    return [*rows, ["all", *whole[0], *whole[1]], ["calibration error", *errors[0], *errors[1]]]
+    return [*rows, ["all", *whole[0], *whole[1]]]
 
 
-def _error(found: Calibration) -> str:
-    return f"{found.error:.3f}"
+def _errors(found: Calibrations) -> str:
+    survival, reached = found.survival.error, found.reached.error
+    return f"expected calibration error: {survival:.3f} up to the draft, {reached:.3f} where reached"
 
 
 def _all_sources(result: ValidationResult) -> list[SourceResult]:
