@@ -28,7 +28,7 @@ class Float8:
 
     def __str__(self) -> str:
         scales = "a scale per output row and token" if self.block is None else f"scales of blocks of {self.block}"
-        return f"float8 e4m3, {scales}{', as stored' if self.stored else ''}"
+        return f"float8 e4m3, {scales}"
 
 
 def choose_float8(options: TargetOptions, facts: TargetFacts) -> Float8 | None:
@@ -75,8 +75,8 @@ def float8_warnings(options: TargetOptions, facts: TargetFacts, float8: Float8 |
     """What a plan says of a target whose features are not those of what its checkpoint is served as."""
     if float8 is None and (stored := stored_float8(facts.raw)) is not None:
         yield (
-            f"{options.model} is {stored}, and the recipe trains on features of full-precision products, which "
-            "are not what its server computes: take target.quantization away"
+            f"{options.model} is stored as {stored}, and the recipe trains on features of full-precision products, "
+            "which its server does not compute: take target.quantization away"
         )
     if float8 is not None and options.dtype == "float16":
         yield "target.dtype is float16, in which no device multiplies float8: use bfloat16"

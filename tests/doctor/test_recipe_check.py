@@ -261,3 +261,16 @@ def test_the_command_counts_failures(world: Path, run) -> None:
     assert run("doctor", "--recipe", world, "--set", "data.mask_policy=last_turn").code == 1
     assert run("doctor", "--recipe", world, "--set", "pipeline.slots=1", "--fail-on", "warning").code == 1
     assert run("doctor", "--recipe", world.with_name("none.yaml")).code == 2
+
+
+def test_a_float8_checkpoint_trained_on_in_full_precision_is_a_finding(world: Path, tmp_path: Path) -> None:
+    target = save_target(tmp_path / "target")
+    config = json.loads((target / "config.json").read_text())
+    section = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}
+    (target / "config.json").write_text(json.dumps(config | {"quantization_config": section}))
+    words = f"target.model={target}", "target.quantization=none"
+    (outcome,) = check(world, *words)["REC001"]
+    assert outcome.state == "warn" and "stored as float8 e4m3" in outcome.message
+    assert outcome.remedy == "take target.quantization away"
+    (outcome,) = check(world, words[0])["REC001"]
+    assert outcome.state == "ok"

@@ -23,6 +23,7 @@ from helixctl.models.float8 import (
     Float8Linear,
     dequantize,
     multiplies_float8,
+    multiply,
     plain_weight,
     quantize,
     quantize_weight,
@@ -323,6 +324,17 @@ def test_a_drafter_starts_from_the_plain_numbers_of_a_float8_layer(tmp_path: Pat
     assert own.weight.dtype == DTYPE and plain_weight(own).dtype == torch.float32
     assert torch.equal(own(torch.eye(32)).T, plain_weight(own))  # ones are exact in float8
     assert plain_weight(nn.Linear(2, 2)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("block", [None, 128])
+@pytest.mark.parametrize("num_tokens", [1, 5, 300])
+def test_torch_takes_factors_and_scales_as_they_are_laid_out(block: int | None, num_tokens: int) -> None:
+    """On `meta` torch checks sizes and strides as it does for a GPU, and computes nothing."""
+    weight, x = torch.empty(384, 1024, device="meta"), torch.empty(num_tokens, 1024, device="meta")
+    found = multiply(*quantize(x, block), *quantize_weight(weight, block), block)
+    assert found.shape == (num_tokens, 384) and found.dtype == torch.bfloat16
+    with pytest.raises(RuntimeError):
+        multiply(*quantize(x, block), *quantize_weight(torch.empty(377, 1024, device="meta"), block), block)
 
 
 def needs_products(block: int | None) -> None:

@@ -127,6 +127,15 @@ def test_a_second_run_in_the_same_directory_is_refused_and_a_drifted_resume_name
         run_training(make_world_plan(recipe, "target.quantization=fp8"), resume=True)
 
 
+def test_a_float8_target_trains_and_its_run_is_not_resumed_with_another(recipe: Path) -> None:
+    found = run_training(make_world_plan(recipe, "target.quantization=fp8"))
+    assert found.finished
+    assert run_training(make_world_plan(recipe, "run.dir=other")).validation["val/loss"] != found.validation["val/loss"]
+    assert run_training(make_world_plan(recipe, "target.quantization=fp8"), resume=True).finished
+    with pytest.raises(CheckpointError, match="written: target's quantization\n"):
+        run_training(make_world_plan(recipe), resume=True)
+
+
 def test_resuming_a_finished_run_changes_nothing(recipe: Path) -> None:
     run_training(make_world_plan(recipe))
     before = final(recipe.parent / "run", 6)
