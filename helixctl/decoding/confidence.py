@@ -15,8 +15,6 @@ Legend: R rows, L lanes (rows of the drafter), T slots told of at a time, B bloc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -25,14 +23,16 @@ from helixctl.errors import UsageError
 
 
 class Confidence:
-    """What a drafter tells while it drafts one block per lane.
+    """What a drafter tells while it drafts one block per lane, and how much of each is then worth verifying.
 
     Args:
         choose: Makes drafts of logits; see ``DraftCall``.
+        threshold: A draft is verified when it is accepted, with all before it, with at least this probability.
     """
 
-    def __init__(self, choose: Choose) -> None:
+    def __init__(self, choose: Choose, threshold: float) -> None:
         self._choose = choose
+        self._threshold = threshold
         self._told: list[Tensor] = []  # [L, T] each
         self._num_told = 0
         self._num_chosen = 0
@@ -54,18 +54,17 @@ class Confidence:
         assert self._num_chosen <= self._num_told, "a drafter tells how sure it is of a draft before it draws the draft"
         return self._choose(logits)
 
-    def read(self, lanes: Tensor) -> list[list[float]]:
-        """What was told of ``lanes`` [R] int64: [R][B-1]. Waits for the device."""
-        found: list[list[float]] = torch.cat(self._told, dim=1)[lanes].tolist()
-        return found
+    def verdict(self) -> Tensor:
+        """How many leading drafts are worth verifying, and what was told of all: [L, 1 + (B-1)] float32."""
+        told = torch.cat(self._told, dim=1).float()
+        return torch.cat([worth_verifying(told, self._threshold)[:, None].float(), told], dim=1)
 
 
-def worth_verifying(probabilities: Sequence[float], threshold: float) -> int:
-    """How many leading drafts are accepted, each with all before it, with a probability of at least ``threshold``."""
-    survival, count = 1.0, 0
-    for probability in probabilities:
-        survival *= probability
-        if survival < threshold:
-            break
-        count += 1
-    return count
+def worth_verifying(told: Tensor, threshold: float) -> Tensor:
+    """How many leading drafts are accepted, each with all before it, with at least ``threshold``: [L] int64.
+
+    Args:
+        told: Probabilities [L, T] float32 of drafts, each given those before it. Their running product never rises.
+        threshold: 0 verifies all.
+    """
+    return (told.cumprod(-1) >= threshold).sum(-1)

@@ -27,7 +27,7 @@ class FastestDecoder:
         return [found[index] for index in range(len(prompts))]
 
     def drafted(self, prompts: Prompts, options: DecodeOptions, on_progress: OnProgress | None = None) -> list[Decoded]:
-        """Answers with the drafter, in order; blocks of different lengths are launched, not captured."""
-        if self._drafted is None or options.confidence_threshold is not None:
+        """Answers with the drafter, in order."""
+        if self._drafted is None:
             return decode_speculative(self.target, self._policy, prompts, options, on_progress=on_progress)
         return self._drafted.decode(prompts, options, on_progress=on_progress)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from helixctl.decoding.confidence import Confidence, worth_verifying
+from helixctl.decoding.confidence import Confidence
 from helixctl.decoding.decoded import Decoded, DecodeOptions, Finish, clip
 from helixctl.decoding.greedy import accepted_drafts, best_tokens, margins
 from helixctl.decoding.policy import Choose, DecodeTarget, DraftCall, DraftPolicy, TreePolicy
@@ -264,10 +264,10 @@ class RowBatch:
             return _Drafts(lanes.new_empty(len(lanes), 0), [0] * len(lanes), told=nothing if asked else None)
         choose = best_tokens if block is None else block.choose
         if asked:
-            return self._confident_drafts(Confidence(choose), lanes)
+            return self._confident_drafts(choose, lanes)
         return _Drafts(self._draft(choose)[lanes, : width - 1], [width - 1] * len(lanes))
 
-    def _confident_drafts(self, confidence: Confidence, lanes: Tensor) -> _Drafts:
+    def _confident_drafts(self, choose: Choose, lanes: Tensor) -> _Drafts:
         """Cut every row's block where its drafter expects too little of it, and where its answer ends.
 
         Rows are verified together: the forward is as wide as the longest block, and a row's places behind its own cut
@@ -275,13 +275,14 @@ class RowBatch:
         """
         threshold = self._options.confidence_threshold
         assert threshold is not None
+        confidence = Confidence(choose, threshold)
         ids = self._draft(confidence.choose, confidence.tell)
-        told = confidence.read(lanes)  # a sync of its own: how wide the forward is hangs on it
+        verdict = confidence.verdict()[lanes].tolist()  # a sync of its own: how wide the forward is hangs on it
         counts = [
-            0 if row.finish is not None else worth_verifying(own[: row.room - 1], threshold)
-            for row, own in zip(self.rows, told, strict=True)
+            0 if row.finish is not None else min(int(worth), row.room - 1)
+            for row, (worth, *_) in zip(self.rows, verdict, strict=True)
         ]
-        return _Drafts(ids[lanes, : max(counts)], counts, self._tensor(counts), told)
+        return _Drafts(ids[lanes, : max(counts)], counts, self._tensor(counts), [told for _, *told in verdict])
 
     def _draft(self, choose: Choose, tell: Callable[[Tensor], None] | None = None) -> Tensor:
         """Proposals [L, B-1]; the drafter always works on all lanes."""

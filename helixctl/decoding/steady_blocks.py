@@ -2,7 +2,8 @@
 
 As `steady.py` does for plain decoding: anchors, positions and caches stay on the device and never move; the host queues
 `CHUNK_CYCLES` cycles - draft, verify, accept, give the drafter its features - and then reads all their tokens at once.
-What a row computes behind its answer's end is thrown away. `speculative.py` is the slow and obvious loop.
+What a row computes behind its answer's end is thrown away, and behind the place where its drafter's confidence cuts its
+block: the shape stays. `speculative.py` is the slow and obvious loop.
 
 Legend: R rows, L positions of a row, C cycles per chunk, B block_size, T tokens per row, K taps, H width, V vocabulary.
 """
@@ -16,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from helixctl.decoding.confidence import Confidence
 from helixctl.decoding.decoded import Decoded, DecodeOptions, DecodeProgress
 from helixctl.decoding.greedy import accepted_drafts, best_tokens
 from helixctl.decoding.policy import Choose, DecodeTarget, DraftCall, DraftPolicy, TreePolicy
@@ -54,7 +56,6 @@ class SteadySpeculator:
             UsageError: as ``decode_speculative``.
         """
         assert not options.record_margins, "margins are read by losslessness.py, which decodes by rows.py"
-        assert options.confidence_threshold is None, "blocks that are cut have no fixed shape; rows.py decodes them"
         block_size = check_block_size(options, self._policy)
         tree_policy(options, self._policy)  # refuses what cannot be
         waiting = make_rows(prompts, options)
@@ -79,7 +80,8 @@ class SteadySpeculator:
         longest = max(len(row.prompt) + row.limit for row in waiting) + span
         length = -(-longest // _LENGTH_STEP) * _LENGTH_STEP
         trees = tree_shape(options, block_size)
-        shape = _Shape(min(options.batch_size, len(waiting)), length, block_size, span, trees)
+        num_rows, threshold = min(options.batch_size, len(waiting)), options.confidence_threshold
+        shape = _Shape(num_rows, length, block_size, span, trees, threshold)
         if self._rows is None or not self._rows.fits(shape, options.sampling):
             self._rows = None  # the old caches go before the new ones come
             self._rows = _Rows(self._target, self._policy, shape, options.sampling)
@@ -88,13 +90,14 @@ class SteadySpeculator:
 
 @dataclass(frozen=True)
 class _Shape:
-    """R, L and B; places that a cycle may write; and how trees are drafted, if they are."""
+    """R, L and B; places that a cycle may write; how trees are drafted, and where blocks are cut, if they are."""
 
     num_rows: int
     length: int
     block_size: int
     span: int
     trees: TreeShape | None
+    threshold: float | None
 
 
 class _Rows:
@@ -114,6 +117,8 @@ class _Rows:
         self._slots = torch.arange(size, device=device)
         self._tokens = torch.zeros(num_rows, CHUNK_CYCLES, size + 1, dtype=torch.int64, device=device)
         """How many drafts were accepted, then the tokens: [R, C, 1 + B]."""
+        self._verdicts = torch.zeros(num_rows, CHUNK_CYCLES, size, device=device)
+        """How many drafts were verified, and what was told of them, where blocks are cut: [R, C, 1 + (B-1)]."""
         self._uniforms = torch.zeros(num_rows, CHUNK_CYCLES, 2 * size - 1, device=device)
         self._place = torch.zeros(1, dtype=torch.int64, device=device)  # number of the next cycle in the chunk
         self.tree_nodes = 0
@@ -154,10 +159,12 @@ class _Rows:
         for _ in range(num_cycles):
             self._run()
 
-    def read(self, num_cycles: int) -> list[list[list[int]]]:
-        """The tokens of the cycles that were queued, [R, num_cycles, 1 + B]; waits for them."""
-        found: list[list[list[int]]] = self._tokens[:, :num_cycles].tolist()  # the one look of a chunk
-        return found
+    def read(self, num_cycles: int) -> list[list[tuple[list[int], list[float] | None]]]:
+        """Tokens of the queued cycles, [R, num_cycles], each with the verdict where blocks are cut; waits for them."""
+        tokens = self._tokens[:, :num_cycles].tolist()  # the one look of a chunk
+        cut = self.shape.threshold is not None
+        verdicts = self._verdicts[:, :num_cycles].tolist() if cut else [[None] * num_cycles] * self.num_rows
+        return [list(zip(*both, strict=True)) for both in zip(tokens, verdicts, strict=True)]
 
     def _cycle(self) -> None:
         """One block per row. Changes nothing but the contents of tensors, and launches the same work every time."""
@@ -175,16 +182,26 @@ class _Rows:
     def _chain(self, block: SampledBlock | None) -> Verified:
         """Draft one continuation per row, and verify it."""
         positions = self._starts[:, None] + self._slots  # [R, B]
-        call = self._call(best_tokens if block is None else block.choose)
-        drafts = self._policy.draft(self._anchors, self._starts, call)  # [R, B-1]
+        choose = best_tokens if block is None else block.choose
+        drafts, limits = self._draft(choose)
         input_ids = torch.cat([self._anchors[:, None], drafts], dim=1)
         logits, features = self.target.decode_step(input_ids, positions, self._cache)
         if block is not None:
-            num_accepted, tokens = block.judge(drafts, logits, self._lanes)
+            num_accepted, tokens = block.judge(drafts, logits, self._lanes, limits)
         else:
             tokens = best_tokens(logits)
-            num_accepted = accepted_drafts(drafts, tokens)  # [R]
+            num_accepted = accepted_drafts(drafts, tokens, limits)  # [R]
         return Verified(num_accepted, tokens, features, positions)
+
+    def _draft(self, choose: Choose) -> tuple[Tensor, Tensor | None]:
+        """Drafts [R, B-1], and how many of them are verified [R], where blocks are cut."""
+        if self.shape.threshold is None:
+            return self._policy.draft(self._anchors, self._starts, self._call(choose)), None
+        confidence = Confidence(choose, self.shape.threshold)
+        call = replace(self._call(confidence.choose), tell=confidence.tell)
+        drafts, verdict = self._policy.draft(self._anchors, self._starts, call), confidence.verdict()
+        self._verdicts.index_copy_(1, self._place, verdict[:, None])
+        return drafts, verdict[:, 0].long()
 
     def _tree(self, block: SampledBlock | None, shape: TreeShape) -> Verified:
         """Draft a tree per row, and verify it."""
@@ -230,11 +247,14 @@ class _Work(SteadyWork):
         super().__init__(rows, waiting, options, CHUNK_CYCLES)
         self._fixed = rows
 
-    def _take(self, row: Row, found: list[list[int]]) -> None:
-        for num_accepted, *tokens in found:
+    def _take(self, row: Row, found: list[tuple[list[int], list[float] | None]]) -> None:
+        for (num_accepted, *tokens), verdict in found:
             num_kept = min(num_accepted, row.room - 1)  # a last block is no longer than what may be emitted
             row.tree_nodes = self._fixed.tree_nodes
-            row.emit(tokens[: num_kept + 1], (), self._options.stop_ids, self._fixed.shape.block_size - 1)
+            worth, told = (
+                (self._fixed.shape.block_size - 1, None) if verdict is None else (int(verdict[0]), verdict[1:])
+            )
+            row.emit(tokens[: num_kept + 1], (), self._options.stop_ids, worth, told)
             if row.finish is not None:
                 break
 

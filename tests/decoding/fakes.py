@@ -208,6 +208,14 @@ class ChainTarget:
         return found
 
 
+class SteadyChain(ChainTarget):
+    """For the decoder of fixed shapes: rows that are not in use have nothing before them."""
+
+    def decode_step(self, input_ids, positions, cache, logits_at=None, branches=None):
+        cache.ids.clamp_(min=0)
+        return super().decode_step(input_ids, positions, cache, logits_at, branches)
+
+
 class ChainPolicy:
     """Drafts from a table of its own: all slots at once, or one after the other, each given the one before."""
 

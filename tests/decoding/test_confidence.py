@@ -16,11 +16,22 @@ from helixctl.decoding.acceptance import judged_cycles
 from helixctl.decoding.confidence import Confidence, worth_verifying
 from helixctl.decoding.decoded import DecodeOptions
 from helixctl.decoding.distribution import check_samples
-from helixctl.decoding.fastest import FastestDecoder
 from helixctl.decoding.sampling import Sampling, judge_drafts, probabilities
 from helixctl.decoding.speculative import decode_plain, decode_speculative
+from helixctl.decoding.steady_blocks import SteadySpeculator
 from helixctl.errors import UsageError
-from tests.decoding.fakes import ChainPolicy, ChainTarget, FakePolicy, FakeTarget, TellingPolicy, perfect, sometimes
+from tests.decoding.fakes import (
+    ChainPolicy,
+    ChainTarget,
+    FakePolicy,
+    FakeTarget,
+    SteadyChain,
+    SteadyFake,
+    TellingPolicy,
+    hopeless,
+    perfect,
+    sometimes,
+)
 from tests.decoding.test_sampling import PROMPT, SOFT, answers, fit, options
 
 SHARES = st.lists(st.floats(0, 1), max_size=8)
@@ -28,10 +39,11 @@ SHARES = st.lists(st.floats(0, 1), max_size=8)
 
 @given(SHARES, st.floats(0, 1))
 def test_a_block_is_cut_where_the_product_falls_below_the_threshold(told: list[float], threshold: float):
-    count = worth_verifying(told, threshold)
-    assert all(math.prod(told[: k + 1]) >= threshold for k in range(count))
-    assert count == len(told) or math.prod(told[: count + 1]) < threshold
-    assert worth_verifying(told, 0.0) == len(told)
+    probabilities = torch.tensor([told])
+    (count,) = worth_verifying(probabilities, threshold).tolist()
+    assert all(math.prod(told[: k + 1]) >= threshold - 1e-6 for k in range(count))
+    assert count == len(told) or math.prod(told[: count + 1]) < threshold + 1e-6
+    assert worth_verifying(probabilities, 0.0).tolist() == [len(told)]
 
 
 @st.composite
@@ -64,7 +76,8 @@ def test_greedy_answers_are_the_targets_own_wherever_blocks_are_cut(case):
         ):
             expected = policy.sure([*prompt, *one.tokens][:start])
             assert list(told) == pytest.approx(expected[:num_judged])
-            assert num_kept <= num_judged == worth_verifying(told, options.confidence_threshold)
+            assert num_kept <= num_judged
+            assert math.prod(told) >= options.confidence_threshold - 1e-6
             start += emitted
             room = options.max_new_tokens - (start - len(prompt)) + emitted - 1
             if start < len(prompt) + len(one.tokens) and num_judged < min(block_size - 1, room):
@@ -119,18 +132,37 @@ def test_a_drafter_that_tells_nothing_is_refused():
 
 def test_a_drafter_that_tells_after_it_drew_is_stopped():
     told = torch.ones(2, 1)
-    confidence = Confidence(lambda logits: logits.argmax(-1))
+    confidence = Confidence(lambda logits: logits.argmax(-1), 0.5)
     confidence.tell(told)
     confidence.choose(torch.zeros(2, 1, 5))
     with pytest.raises(AssertionError, match="before it draws the draft"):
         confidence.choose(torch.zeros(2, 1, 5))
 
 
-def test_the_fastest_way_cuts_too():
-    target = FakeTarget()
-    options = DecodeOptions(max_new_tokens=20, batch_size=2, confidence_threshold=0.4)
-    expected = decode_speculative(target, TellingPolicy(target, 5, perfect), [[1], [2], [3]], options)
-    assert FastestDecoder(target, TellingPolicy(target, 5, perfect)).drafted([[1], [2], [3]], options) == expected
+@settings(max_examples=60, deadline=None)
+@given(cases(), st.sampled_from([perfect, hopeless]))
+def test_cycles_of_fixed_shapes_give_the_same_answers_and_verify_the_same_drafts(case, right):
+    _, prompts, options, block_size, _ = case
+    target = SteadyFake(case[0].vocab_size, case[0].salt)
+    found = SteadySpeculator(target, TellingPolicy(target, block_size, right)).decode(prompts, options)
+    assert found == decode_speculative(target, TellingPolicy(target, block_size, right), prompts, options)
+
+
+@pytest.mark.parametrize("threshold", [0.1, 0.4])
+def test_samples_of_fixed_shapes_weigh_what_enumeration_says(threshold):
+    expected = ChainTarget().sequence_probabilities(PROMPT, 4, lambda logits: probabilities(logits, SOFT))
+    decoder = SteadySpeculator(SteadyChain(), ChainPolicy(one_by_one=True))
+    options = DecodeOptions(4, temperature=0.8, batch_size=1000, seed=11, confidence_threshold=threshold)
+    found = decoder.decode([PROMPT] * 4000, options)
+    assert fit(Counter(one.tokens for one in found), expected) > 1e-3
+    assert {count for one in found for count in one.judged} == {0, 1, 2}  # the last block has no room for three
+
+
+def test_rows_of_another_threshold_are_others():
+    target = SteadyFake()
+    decoder = SteadySpeculator(target, TellingPolicy(target, 4, perfect))
+    asked = [decoder.decode([[1, 2]], DecodeOptions(9, confidence_threshold=p))[0].judged for p in (0.0, 1.0, None)]
+    assert asked[0] == asked[2] != asked[1]
 
 
 QUARTERS = st.lists(st.integers(0, 2), min_size=4, max_size=4).map(lambda drawn: [drawn.count(i) / 4 for i in range(3)])

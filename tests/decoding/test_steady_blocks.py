@@ -24,6 +24,7 @@ from tests.decoding.fakes import (
     ChainTarget,
     FakePolicy,
     FakeTreePolicy,
+    SteadyChain,
     SteadyFake,
     hopeless,
     perfect,
@@ -133,15 +134,10 @@ def test_what_cannot_be_is_refused():
 
 @pytest.mark.parametrize(("one_by_one", "budget"), [(False, None), (True, None), (True, 6)])
 def test_samples_weigh_what_enumeration_says(one_by_one, budget):
-    class Bounded(ChainTarget):
-        def decode_step(self, input_ids, positions, cache, logits_at=None, branches=None):
-            cache.ids.clamp_(min=0)  # rows that are not in use have nothing before them
-            return super().decode_step(input_ids, positions, cache, logits_at, branches)
-
     how, policy = Sampling(0.8), ChainPolicy(one_by_one=one_by_one)
     expected = ChainTarget().sequence_probabilities(PROMPT, 4, lambda logits: probabilities(logits, how))
     options = DecodeOptions(4, temperature=0.8, batch_size=1000, seed=11, tree_budget=budget)
-    found = SteadySpeculator(Bounded(), policy).decode([PROMPT] * 4000, options)
+    found = SteadySpeculator(SteadyChain(), policy).decode([PROMPT] * 4000, options)
     assert fit(Counter(one.tokens for one in found), expected) > 1e-3
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from helixctl.decoding.distribution import check_samples
 from helixctl.decoding.fastest import FastestDecoder
 from helixctl.decoding.sampling import Sampling
 from helixctl.decoding.speculative import decode_plain, decode_speculative
+from helixctl.decoding.steady_blocks import SteadySpeculator
 from helixctl.models.drafters.dspark import plugin
 from helixctl.models.target import Target
 from helixctl.recipe.schema import TargetOptions
@@ -56,13 +58,29 @@ def test_samples_have_the_targets_distribution(tmp_path: Any) -> None:
     assert not check_samples(target, found, Sampling(1.4)).holds
 
 
+@pytest.mark.parametrize("threshold", [0.0, 0.2, 0.5])
+def test_cycles_of_fixed_shapes_give_the_same(tmp_path: Any, threshold: float) -> None:
+    target, policy = make(tmp_path, "cpu")
+    options = DecodeOptions(max_new_tokens=8, batch_size=3, confidence_threshold=threshold)
+    found = SteadySpeculator(target, policy).decode(PROMPTS, options)
+    for one, other in zip(found, decode_speculative(target, policy, PROMPTS, options), strict=True):
+        assert (one.tokens, one.accepted, one.judged) == (other.tokens, other.accepted, other.judged)
+        for told, expected in zip(one.confidences, other.confidences, strict=True):
+            assert told == pytest.approx(expected, abs=1e-4)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("threshold", [0.0, 0.2, 0.5])
-def test_answers_on_a_gpu_are_those_of_a_cpu(tmp_path: Any, threshold: float) -> None:
+def test_captured_answers_on_a_gpu_are_those_of_a_cpu(tmp_path: Any, caplog: Any, threshold: float) -> None:
     options = DecodeOptions(max_new_tokens=40, batch_size=3, confidence_threshold=threshold)
     cpu, gpu = make(tmp_path / "cpu", "cpu"), make(tmp_path / "gpu", "cuda:0")
     expected = [one.tokens for one in decode_speculative(*cpu, PROMPTS, options)]
-    assert [one.tokens for one in FastestDecoder(*gpu).drafted(PROMPTS, options)] == expected
+    with caplog.at_level(logging.WARNING):
+        found = FastestDecoder(*gpu).drafted(PROMPTS, options)
+    assert not caplog.records, "captured, not launched one by one"
+    assert (
+        [one.tokens for one in found] == [one.tokens for one in decode_speculative(*gpu, PROMPTS, options)] == expected
+    )
     assert [one.tokens for one in decode_plain(gpu[0], PROMPTS, options)] == expected
 
 
