@@ -64,11 +64,14 @@ class RaggedCache(Cache):  # type: ignore[misc,unused-ignore]  # transformers is
             sources: [R, T] int64, positions that were written.
             places: [R, T] int64, distinct within a row, below the cache's length; may be among ``sources``.
         """
-        for buffers in (self._keys, self._values):
-            for buffer in buffers.values():
-                taken, put = (_flat(positions, buffer) for positions in (sources, places))
-                flat = buffer.view(-1, buffer.shape[3])
-                flat.index_copy_(0, put, flat.index_select(0, taken))
+        flat: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}  # as in ``_places``
+        for buffer in (*self._keys.values(), *self._values.values()):
+            key = buffer.shape[1], buffer.device
+            if key not in flat:
+                flat[key] = _flat(sources, buffer), _flat(places, buffer)
+            taken, put = flat[key]
+            states = buffer.view(-1, buffer.shape[3])
+            states.index_copy_(0, put, states.index_select(0, taken))
 
     def expect(self, length: int) -> None:
         """The next forward writes below position ``length``: its ``at`` then does not ask the device."""
