@@ -33,7 +33,9 @@ from tests.decoding.fakes import (
     sometimes,
 )
 from tests.decoding.test_sampling import PROMPT, SOFT, answers, fit, options
+from tests.decoding.test_speculative import cases
 
+THRESHOLDS = st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0])
 SHARES = st.lists(st.floats(0, 1), max_size=8)
 
 
@@ -46,28 +48,15 @@ def test_a_block_is_cut_where_the_product_falls_below_the_threshold(told: list[f
     assert worth_verifying(probabilities, 0.0).tolist() == [len(told)]
 
 
-@st.composite
-def cases(draw):
-    vocab_size = draw(st.integers(2, 12))
-    token = st.integers(0, vocab_size - 1)
-    prompts = draw(st.lists(st.lists(token, min_size=1, max_size=6), min_size=1, max_size=6))
-    options = DecodeOptions(
-        max_new_tokens=draw(st.integers(1, 14)),
-        stop_ids=frozenset(draw(st.sets(token, max_size=2))),
-        batch_size=draw(st.integers(1, 5)),
-        confidence_threshold=draw(st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0])),
-    )
-    target = FakeTarget(vocab_size, salt=draw(st.integers(0, 999)))
-    return target, prompts, options, draw(st.integers(2, 6)), draw(st.sampled_from([0.0, 0.5, 1.0]))
-
-
 @settings(max_examples=100, deadline=None)
-@given(cases())
-def test_greedy_answers_are_the_targets_own_wherever_blocks_are_cut(case):
+@given(cases(), THRESHOLDS)
+def test_greedy_answers_are_the_targets_own_wherever_blocks_are_cut(case, threshold):
     target, prompts, options, block_size, share = case
+    options = replace(options, confidence_threshold=threshold)
     policy = TellingPolicy(target, block_size, sometimes(share))
     for prompt, one in zip(prompts, decode_speculative(target, policy, prompts, options), strict=True):
-        assert list(one.tokens) == target.answer(prompt, options.max_new_tokens, options.stop_ids)
+        limit = min(options.max_new_tokens, (options.max_len or 99) - len(prompt))
+        assert list(one.tokens) == target.answer(prompt, limit, options.stop_ids)
         assert sum(one.accepted) == len(one.tokens) - 1
         assert [len(told) for told in one.confidences] == list(one.judged)
         start = len(prompt) + 1
@@ -77,18 +66,18 @@ def test_greedy_answers_are_the_targets_own_wherever_blocks_are_cut(case):
             expected = policy.sure([*prompt, *one.tokens][:start])
             assert list(told) == pytest.approx(expected[:num_judged])
             assert num_kept <= num_judged
-            assert math.prod(told) >= options.confidence_threshold - 1e-6
+            assert math.prod(told) >= threshold - 1e-6
             start += emitted
-            room = options.max_new_tokens - (start - len(prompt)) + emitted - 1
+            room = limit - (start - len(prompt)) + emitted - 1
             if start < len(prompt) + len(one.tokens) and num_judged < min(block_size - 1, room):
-                assert math.prod(expected[: num_judged + 1]) < options.confidence_threshold + 1e-6
+                assert math.prod(expected[: num_judged + 1]) < threshold + 1e-6
 
 
 @settings(max_examples=40, deadline=None)
-@given(cases(), st.sampled_from([0.0, 1.0]))
-def test_a_row_is_cut_as_if_it_were_alone(case, temperature):
+@given(cases(), THRESHOLDS, st.sampled_from([0.0, 1.0]))
+def test_a_row_is_cut_as_if_it_were_alone(case, threshold, temperature):
     target, prompts, options, block_size, _ = case
-    options = replace(options, temperature=temperature)
+    options = replace(options, confidence_threshold=threshold, temperature=temperature)
     prompts = list(dict.fromkeys(map(tuple, prompts)))  # the same prompt again gets another sample
     together = decode_speculative(target, TellingPolicy(target, block_size, perfect), prompts, options)
     for prompt, one in zip(prompts, together, strict=True):
@@ -140,10 +129,10 @@ def test_a_drafter_that_tells_after_it_drew_is_stopped():
 
 
 @settings(max_examples=60, deadline=None)
-@given(cases(), st.sampled_from([perfect, hopeless]))
-def test_cycles_of_fixed_shapes_give_the_same_answers_and_verify_the_same_drafts(case, right):
-    _, prompts, options, block_size, _ = case
-    target = SteadyFake(case[0].vocab_size, case[0].salt)
+@given(cases(), THRESHOLDS, st.sampled_from([perfect, hopeless]))
+def test_cycles_of_fixed_shapes_give_the_same_answers_and_verify_the_same_drafts(case, threshold, right):
+    target, prompts, options, block_size, _ = case
+    target, options = SteadyFake(target.vocab_size, target.salt), replace(options, confidence_threshold=threshold)
     found = SteadySpeculator(target, TellingPolicy(target, block_size, right)).decode(prompts, options)
     assert found == decode_speculative(target, TellingPolicy(target, block_size, right), prompts, options)
 
