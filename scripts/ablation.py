@@ -15,156 +15,61 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
+from scripts.resumable import Command, Session
 from scripts.variants import BASE, VARIANTS, Variant
 
+ROOT = Path(__file__).resolve().parents[1]
 FINAL = "final"
 HELD_BACK = 20
 """First prompts of every file: scored by `--final`, never looked at before."""
-LOOK_S = 0.2
-"""Between two looks at the variants that are running."""
+CASE_LIMIT_S = 580.0
 MAX_WORDS = 600
 """Characters of what a failed variant said at its end."""
 Line = dict[str, Any]
 
 
-class Stopped(Exception):
-    """Somebody asked this program to stop."""
+def name_of(variant: Variant, options: argparse.Namespace) -> str:
+    """The variant and what its line must have in common with others to be compared."""
+    budget = f"{options.steps} steps" if options.steps else f"{options.seconds:g} s"
+    prompts = f"{options.limit} prompts behind {options.skip} of {', '.join(path.name for path in options.bench)}"
+    tokens = f"{options.max_new_tokens} tokens"
+    return " | ".join([variant.name, options.recipe.name, budget, prompts, tokens, *options.set])
 
 
-class Running(Protocol):
-    """A variant that is being trained."""
-
-    @property
-    def variant(self) -> Variant:
-        """Which."""
-
-    def finish(self) -> Line | None:
-        """What came of it; None while it runs."""
-
-    def end(self) -> None:
-        """Now, without a result."""
-
-
-class Case:
-    """A variant that is being trained by a process of its own."""
-
-    def __init__(self, variant: Variant, words: Sequence[str], folder: Path) -> None:
-        self.variant = variant
-        self._said = folder / "said.txt"
-        self._began_at = time.monotonic()
-        folder.mkdir(parents=True, exist_ok=True)
-        with self._said.open("wb") as stream:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "scripts.ablation_case", *words],
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-            )
-
-    def finish(self) -> Line | None:
-        """See ``Running``."""
-        if self._process.poll() is None:
-            return None
-        text = self._said.read_text(encoding="utf-8", errors="replace")
-        lines = [line for line in text.splitlines() if line.startswith("{")]
-        seconds = {"seconds": time.monotonic() - self._began_at}
-        if self._process.returncode or not lines:
-            return {"failed": f"exit code {self._process.returncode}: {text.strip()[-MAX_WORDS:]}", **seconds}
-        return {**json.loads(lines[-1]), **seconds}
-
-    def end(self) -> None:
-        """See ``Running``."""
-        if self._process.poll() is None:
-            self._process.kill()
-        self._process.wait()
-
-
-class Ablation:
-    """The variants of one recipe, those measured and those to come."""
-
-    def __init__(self, options: argparse.Namespace, launch: Callable[[Variant], Running]) -> None:
-        self._options = options
-        self._launch = launch
-        self._ends_at = time.monotonic() + options.limit_s
-        self._longest_s = 0.0
-        self._asked = asked(options)
-        self.lines = [line for line in read_lines(options.out) if line["asked"] == self._asked]
-
-    def run(self, variants: Sequence[Variant]) -> None:
-        """All that are not known and for which there is time, ``--jobs`` of them beside each other.
-
-        Raises:
-            Stopped: by a signal.
-        """
-        known = {line["name"] for line in self.lines if "failed" not in line}
-        waiting = [variant for variant in variants if variant.name not in known]
-        running: list[Running] = []
-        try:
-            while running or (waiting and self._has_time()):
-                while waiting and len(running) < self._options.jobs and self._has_time():
-                    running.append(self._launch(waiting.pop(0)))
-                time.sleep(LOOK_S)
-                running = [case for case in running if not self._is_finished(case)]
-        finally:
-            for case in running:
-                case.end()
-        for variant in waiting:
-            print(f"no time left for: {variant.name}", flush=True)
-
-    def _has_time(self) -> bool:
-        """Whether a variant would end in time, were it as slow as the slowest so far."""
-        return bool(time.monotonic() + self._longest_s < self._ends_at)
-
-    def _is_finished(self, case: Running) -> bool:
-        found = case.finish()
-        if found is None:
-            return False
-        self._longest_s = max(self._longest_s, found["seconds"])
-        line = {**asdict(case.variant), "asked": self._asked, **found}
-        self.lines.append(line)
-        with self._options.out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-        print(json.dumps({key: value for key, value in line.items() if key != "prompts"}), flush=True)
-        return True
-
-
-def launch(options: argparse.Namespace, folder: Path, variant: Variant) -> Case:
-    """Start ``variant`` with a run directory in ``folder``."""
-    folder = folder / str(time.monotonic_ns())
-    words = [str(options.recipe), "--run-dir", str(folder / "run"), "--max-new-tokens", str(options.max_new_tokens)]
+def command_of(variant: Variant, options: argparse.Namespace, folder: Path) -> Command:
+    """Trains and scores ``variant``, with a run directory in ``folder``."""
+    words = ["--run-dir", str(folder / variant.name.replace(" ", "-")), "--max-new-tokens", str(options.max_new_tokens)]
     words += ["--steps", str(options.steps)] if options.steps else ["--seconds", str(options.seconds)]
     words += ["--skip", str(options.skip), "--limit", str(options.limit)]
     for path in options.bench:
-        words += ["--bench", str(path)]
+        words += ["--bench", str(path.resolve())]
     for setting in (*options.set, *variant.settings):
         words += ["--set", setting]
     words += ["--suspect", variant.suspect] if variant.suspect else []
-    words += ["--export", str(options.export)] if options.export else []
-    return Case(variant, words, folder)
+    words += ["--export", str(options.export.resolve())] if options.export else []
+    start = sys.executable, "-m", "scripts.ablation_case", str(options.recipe.resolve())
+    return Command(name_of(variant, options), (*start, *words), options.expected_s, CASE_LIMIT_S)
 
 
-def asked(options: argparse.Namespace) -> Line:
-    """What lines must have in common to be compared."""
-    names = ("steps", "seconds", "set", "skip", "limit", "max_new_tokens")
-    files = {"recipe": options.recipe.name, "bench": [path.name for path in options.bench]}
-    return {**files, **{name: getattr(options, name) for name in names}}
-
-
-def read_lines(path: Path) -> list[Line]:
-    """What earlier calls measured."""
-    return [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+def read_lines(options: argparse.Namespace, variants: Sequence[Variant]) -> tuple[dict[str, Line], dict[str, str]]:
+    """What is known of ``variants`` under these options: the numbers of each, and how the others failed."""
+    names = {name_of(variant, options): variant.name for variant in variants}
+    texts = options.out.read_text(encoding="utf-8").splitlines() if options.out.exists() else []
+    measured, failed = {}, {}
+    for line in map(json.loads, texts):
+        name = names.get(line["name"])
+        if name is not None and line["exit_code"] == 0:
+            measured[name] = json.loads(line["output"].rstrip().rpartition("\n")[2])
+        elif name is not None:
+            failed[name] = line["output"].strip()[-MAX_WORDS:]
+    return measured, {name: why for name, why in failed.items() if name not in measured}
 
 
 def gain(line: Line, base: Line) -> tuple[float, float] | None:
@@ -174,8 +79,7 @@ def gain(line: Line, base: Line) -> tuple[float, float] | None:
     """
     means, variances = [], []
     for source, own in line["prompts"].items():
-        other = base["prompts"].get(source, {})
-        pairs = [(own[name], other[name]) for name in own.keys() & other.keys()]
+        pairs = zip(own, base["prompts"].get(source, ()), strict=False)
         apart = [a - b for a, b in pairs if a is not None and b is not None]
         if len(apart) < 2:
             return None
@@ -184,9 +88,8 @@ def gain(line: Line, base: Line) -> tuple[float, float] | None:
     return statistics.fmean(means), sum(variances) ** 0.5 / len(variances)
 
 
-def table(lines: Sequence[Line]) -> str:
+def table(measured: dict[str, Line], failed: dict[str, str]) -> str:
     """Markdown: every variant's score by file beside the recipe's own; what failed is said below."""
-    measured = {line["name"]: line for line in lines if "failed" not in line}
     sources = list(dict.fromkeys(source for line in measured.values() for source in line["scores"]))
     base = measured.get(BASE)
     rows = [
@@ -202,13 +105,7 @@ def table(lines: Sequence[Line]) -> str:
         row += ["" if score is None else f"{score:.2f}" for score in scores]
         rows.append([*row, f"{statistics.fmean(known):.3f}" if known else "", apart])
     text = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    return "\n".join([text, *(f"\n{name} failed: {why}" for name, why in failures(lines).items())])
-
-
-def failures(lines: Sequence[Line]) -> dict[str, str]:
-    """Variants that failed and were not measured since, and how."""
-    measured = {line["name"] for line in lines if "failed" not in line}
-    return {line["name"]: line["failed"] for line in lines if line["name"] not in measured}
+    return "\n".join([text, *(f"\n{name} failed: {why}" for name, why in failed.items())])
 
 
 def parse_options(words: Sequence[str] | None) -> argparse.Namespace:
@@ -216,7 +113,7 @@ def parse_options(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--bench", action="append", type=Path, required=True, metavar="FILE", help="JSONL of prompts")
-    parser.add_argument("--out", type=Path, default=Path("ablation.jsonl"), help="JSON lines, read and appended to")
+    parser.add_argument("--out", type=Path, default=Path("ablation.jsonl"), help="JSON lines; appended to")
     parser.add_argument("--markdown", type=Path, help="also write the table here")
     parser.add_argument("--steps", type=int, help="optimizer steps of every variant")
     parser.add_argument("--seconds", type=float, help="of training of every variant, in place of steps")
@@ -227,7 +124,8 @@ def parse_options(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--skip", type=int, default=HELD_BACK, help="first prompts of every file, at least 20")
     parser.add_argument("--limit", type=int, default=100, help="prompts of every file")
     parser.add_argument("--max-new-tokens", type=int, default=160)
-    parser.add_argument("--limit-s", type=float, default=570.0, help="start nothing that would end later")
+    parser.add_argument("--limit-s", type=float, default=570.0, help="seconds in all")
+    parser.add_argument("--expected-s", type=float, help="of a variant: with less time left none is started")
     parser.add_argument(
         "--final", action="store_true", help="train the recipe, score the first 20 prompts of every file"
     )
@@ -241,6 +139,7 @@ def parse_options(words: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--export needs --final")
     if options.skip < HELD_BACK:
         parser.error(f"the first {HELD_BACK} prompts are for --final")
+    options.expected_s = options.expected_s or (options.seconds or 0.0) + 40.0
     if options.final:
         options.skip, options.limit = 0, HELD_BACK
     return options
@@ -259,28 +158,17 @@ def choose(options: argparse.Namespace) -> list[Variant]:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Train and score what is not known yet; 1 where a variant failed, 143 after SIGTERM."""
+    """Train and score what is not known yet; 0 when all is."""
     options = parse_options(words)
-    variants, code = choose(options), 0
-    old = signal.signal(signal.SIGTERM, stop)
+    variants = choose(options)
     with tempfile.TemporaryDirectory() as folder:
-        ablation = Ablation(options, partial(launch, options, Path(folder)))
-        try:
-            ablation.run(variants)
-        except Stopped:
-            code = 128 + signal.SIGTERM
-        finally:
-            signal.signal(signal.SIGTERM, old)
-    text = table(ablation.lines)
+        commands = [command_of(variant, options, Path(folder)) for variant in variants]
+        left = Session(ROOT, options.out, options.limit_s).run(commands, options.jobs)
+    text = table(*read_lines(options, variants))
     print(text)
     if options.markdown:
         options.markdown.write_text(text + "\n", encoding="utf-8")
-    return code or int(bool(failures(ablation.lines)))
-
-
-def stop(_number: int, _frame: FrameType | None) -> None:
-    """Handler of SIGTERM."""
-    raise Stopped
+    return 1 if left else 0
 
 
 if __name__ == "__main__":

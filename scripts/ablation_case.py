@@ -165,9 +165,9 @@ def decode(plan: Plan, options: argparse.Namespace) -> dict[str, Any]:
         bench=tuple(options.bench), choice=choice, max_new_tokens=options.max_new_tokens, acceptance_only=True
     )
     result = run_validation(plan, request)
-    prompts: dict[str, dict[str, float | None]] = {source.source: {} for source in result.sources}
+    prompts: dict[str, list[float | None]] = {source.source: [] for source in result.sources}
     for prompt in result.prompts:
-        prompts[prompt.source][prompt.id] = prompt.accept_len
+        prompts[prompt.source].append(prompt.accept_len and round(prompt.accept_len, 4))
     scores = {source.source: source.score for source in result.sources}
     return {"scores": scores, "prompts": prompts, "decoding s": time.perf_counter() - began_at}
 

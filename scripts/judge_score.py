@@ -21,6 +21,9 @@ import dflash.model
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+ROUNDING = 1e-4
+"""Numbers of helixctl have four digits."""
+
 
 def main() -> None:
     """Decode every prompt, one line of JSON each, and print the scores."""
@@ -32,19 +35,18 @@ def main() -> None:
     target = AutoModelForCausalLM.from_pretrained(options.target, **kind).eval().to(options.device)
     drafter = dflash.model.DFlashDraftModel.from_pretrained(options.export, **kind).eval().to(options.device)
     ours = read_ours(options.against)
-    scores: dict[str, dict[str, float]] = {}
+    scores: dict[str, list[float | None]] = {}
     known = read_known(options.out)
     for path in options.bench:
-        own = scores.setdefault(path.stem, {})
+        own = scores.setdefault(path.stem, [])
         for record in islice(records(path), options.skip, options.skip + options.limit):
             key = (path.stem, str(record["id"]))
             if key not in known:
                 known[key] = judge(target, drafter, tokenizer, record, options.max_new_tokens)
                 append(options.out, {"source": key[0], "id": key[1], "accept_len": known[key]})
-            if (value := known[key]) is not None:
-                own[key[1]] = value
+            own.append(known[key])
     for source, own in scores.items():
-        print(said(source, own, ours.get(source, {})), flush=True)
+        print(said(own, ours.get(source, []), source), flush=True)
 
 
 def parse_options() -> argparse.Namespace:
@@ -84,11 +86,12 @@ def judge(target: Any, drafter: Any, tokenizer: Any, record: dict[str, Any], max
     return statistics.fmean(found.acceptance_lengths) if found.acceptance_lengths else None
 
 
-def read_ours(path: Path | None) -> dict[str, dict[str, float]]:
-    """Numbers of helixctl by file and prompt."""
+def read_ours(path: Path | None) -> dict[str, list[float | None]]:
+    """Numbers of helixctl by file, prompt by prompt."""
     if path is None:
         return {}
-    found: dict[str, dict[str, float]] = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])["prompts"]
+    line = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
+    found: dict[str, list[float | None]] = json.loads(line["output"].rstrip().rpartition("\n")[2])["prompts"]
     return found
 
 
@@ -106,16 +109,17 @@ def append(path: Path | None, line: dict[str, Any]) -> None:
             file.write(json.dumps(line) + "\n")
 
 
-def said(source: str, own: dict[str, float], ours: dict[str, float]) -> str:
+def said(own: list[float | None], ours: list[float | None], source: str) -> str:
     """The score of a file, and how far helixctl's numbers are from it."""
-    text = f"{source}: {statistics.fmean(own.values()):.3f} over {len(own)} prompts"
-    both = own.keys() & ours.keys()
+    values = [value for value in own if value is not None]
+    text = f"{source}: {statistics.fmean(values):.3f} over {len(values)} prompts"
+    both = [(a, b) for a, b in zip(own, ours, strict=False) if a is not None and b is not None]
     if not both:
         return text
-    mean = statistics.fmean(ours[name] for name in both)
-    equal = sum(abs(own[name] - ours[name]) < 1e-9 for name in both)
-    apart = max(abs(own[name] - ours[name]) for name in both)
-    return f"{text}; helixctl {mean:.3f}; {equal} of {len(both)} prompts equal, at most {apart:.3f} apart"
+    apart = [abs(a - b) for a, b in both]
+    equal = sum(distance < ROUNDING for distance in apart)
+    mean = statistics.fmean(b for _, b in both)
+    return f"{text}; helixctl {mean:.3f}; {equal} of {len(both)} prompts equal, at most {max(apart):.3f} apart"
 
 
 if __name__ == "__main__":

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +27,7 @@ from helixctl.training.conversations import Choice
 from helixctl.training.stages import fill_slot
 from helixctl.training.validate import ValidationRequest, run_validation
 from scripts import ablation, ablation_case
-from scripts.ablation import Ablation, Line, choose, gain, parse_options, table
+from scripts.ablation import Line, choose, gain, name_of, parse_options, read_lines, table
 from scripts.suspects import SUSPECTS, under_suspicion
 from scripts.variants import BASE, VARIANTS, Variant
 from tests.chats import make_chat_world, prepare_world, write_jsonl
@@ -69,12 +66,15 @@ def test_a_variant_is_trained_and_scored_as_validate_does(
     found = run_case(recipe, capsys, tmp_path / "run", "--steps", "3", "--export", str(tmp_path / "drafter"), *chosen)
     assert found["steps"] == 3 and found["train s"] > 0 and found["tokens/s"] > 0 and found["loss"] > 0
     assert list(found["prompts"]) == ["sums", "talk"]
-    assert all(list(own) == ["q20", "q21", "q22"] for own in found["prompts"].values())
+    assert all(len(own) == 3 for own in found["prompts"].values())
     assert (tmp_path / "drafter" / "model.safetensors").is_file()
     plan = make_plan(load_recipe(recipe, [f"run.dir={tmp_path / 'run'}"]), MACHINE)
     bench = (recipe.parent / "sums.jsonl",)
     request = ValidationRequest(bench=bench, choice=Choice(20, 3, 1), max_new_tokens=8, acceptance_only=True)
-    assert run_validation(plan, request).sources[0].score == found["scores"]["sums"]
+    result = run_validation(plan, request)
+    assert result.sources[0].score == found["scores"]["sums"]
+    assert found["prompts"]["sums"] == pytest.approx([prompt.accept_len for prompt in result.prompts], abs=1e-4)
+    assert [prompt.id for prompt in result.prompts] == ["q20", "q21", "q22"]
 
 
 def test_seconds_end_a_run_and_its_schedule(
@@ -171,54 +171,6 @@ def test_documents_of_one_weight(recipe: Path, monkeypatch: pytest.MonkeyPatch) 
 
 # ------------------------------------------------------------------------------------------------------- all of them
 
-
-class Fake:
-    """A variant that is done after a few looks."""
-
-    def __init__(self, variant: Variant, found: Line, looks: int, log: list[str]) -> None:
-        self.variant = variant
-        self._found, self._looks, self._log = found, looks, log
-        log.append(f"start {variant.name}")
-
-    def finish(self) -> Line | None:
-        self._looks -= 1
-        return None if self._looks > 0 else self._found
-
-    def end(self) -> None:
-        self._log.append(f"end {self.variant.name}")
-
-
-def line_of(value: float) -> Line:
-    prompts = {"sums": {"a": value, "b": value + 1.0, "c": None}, "talk": {"a": value, "b": value}}
-    scores = {"sums": value + 0.5, "talk": value}
-    return {
-        "steps": 3,
-        "train s": 1.0,
-        "epochs": 0.5,
-        "loss": 2.0,
-        "scores": scores,
-        "prompts": prompts,
-        "seconds": 0.0,
-    }
-
-
-@pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Ablation, list[str]]]:
-    monkeypatch.setattr(ablation, "LOOK_S", 0.0)
-    log: list[str] = []
-
-    def make(*words: str, looks: int = 2, failing: tuple[str, ...] = ()) -> tuple[Ablation, list[str]]:
-        given = ["recipe.yaml", "--bench", "b.jsonl", "--steps", "3", "--out", str(tmp_path / "lines.jsonl"), *words]
-
-        def launch(variant: Variant) -> Fake:
-            found = {"failed": "exit code 1: out of memory", "seconds": 0.0}
-            return Fake(variant, found if variant.name in failing else line_of(2.0), looks, log)
-
-        return Ablation(parse_options(given), launch), log
-
-    return make
-
-
 SMOLLM2 = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -234,95 +186,52 @@ SMOLLM2 = {
     "dtype": "bfloat16",
     "eos_token_id": 2,
 }
-THREE = [Variant(BASE), Variant("a"), Variant("b")]
+WORDS = ("recipe.yaml", "--bench", "b.jsonl", "--steps", "3")
 
 
-def test_a_second_call_goes_on_and_tries_what_failed_again(bench: Any) -> None:
-    first, log = bench(failing=("a",))
-    first.run(THREE[:2])
-    assert log == [f"start {BASE}", "start a"] and "a failed: exit code 1: out of memory" in table(first.lines)
-    log.clear()
-    second, _ = bench()
-    second.run(THREE)
-    assert log == ["start a", "start b"]
-    assert "failed" not in table(second.lines) and len(second.lines) == 4
-
-
-def test_lines_of_another_budget_are_not_compared(bench: Any) -> None:
-    first, log = bench()
-    first.run(THREE[:2])
-    log.clear()
-    for words in (("--set", "train.weight_decay=1"), ("--limit", "7")):
-        other, _ = bench(*words)
-        assert other.lines == []
-    other.run(THREE[:1])
-    assert log == [f"start {BASE}"]
-    again, _ = bench()
-    assert [line["name"] for line in again.lines] == [BASE, "a"]
-
-
-def test_variants_run_beside_each_other(bench: Any) -> None:
-    both, log = bench("--jobs", "2", looks=3)
-    running: set[str] = set()
-    original = Fake.finish
-
-    def finish(self: Fake) -> Line | None:
-        running.add(str(log[-1]))
-        return original(self)
-
-    Fake.finish = finish  # type: ignore[method-assign]
-    try:
-        both.run(THREE)
-    finally:
-        Fake.finish = original  # type: ignore[method-assign]
-    assert running == {"start a", "start b"}  # whenever one was looked at, another had been started
-
-
-def test_without_time_nothing_is_started(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    late, log = bench("--limit-s", "0")
-    late.run(THREE)
-    assert log == [] and "no time left for: a" in capsys.readouterr().out
-
-
-def test_sigterm_keeps_what_is_finished_and_ends_the_rest(
-    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log: list[str] = []
-
-    def launch(_options: Any, _folder: Path, variant: Variant) -> Fake:
-        if variant.name == VARIANTS[1].name:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return Fake(variant, line_of(2.0), 1, log)
-
-    monkeypatch.setattr(ablation, "launch", launch)
-    out = tmp_path / "lines.jsonl"
-    words = ["recipe.yaml", "--bench", "b.jsonl", "--steps", "3", "--out", str(out)]
-    assert ablation.main([*words, "--markdown", str(tmp_path / "table.md")]) == 143
-    assert [json.loads(text)["name"] for text in out.read_text().splitlines()] == [BASE]
-    assert BASE in (tmp_path / "table.md").read_text()
-    assert signal.getsignal(signal.SIGTERM) is not ablation.stop
+def line_of(value: float) -> Line:
+    prompts = {"sums": [value, value + 1.0, None], "talk": [value, value]}
+    measured = {"steps": 3, "train s": 1.0, "epochs": 0.5, "loss": 2.0, "seconds": 0.0}
+    return {**measured, "scores": {"sums": value + 0.5, "talk": value}, "prompts": prompts}
 
 
 def test_gains_are_of_the_same_prompts() -> None:
     base = line_of(2.0)
     assert gain(line_of(2.5), base) == (0.5, 0.0)
     other = line_of(2.5)
-    other["prompts"]["sums"] = {"a": 3.0, "b": 3.0, "z": 9.0}
+    other["prompts"]["sums"] = [3.0, 3.0, 9.0]
     found = gain(other, base)
     assert found is not None
     # sums: +1 and 0, variance 0.5; talk: +0.5 twice
     assert found[0] == pytest.approx(0.5) and found[1] == pytest.approx((0.5 / 2) ** 0.5 / 2)
-    other["prompts"]["sums"] = {"a": 3.0}
+    other["prompts"]["sums"] = [3.0]
     assert gain(other, base) is None
 
 
-def test_the_table_has_every_variant_once() -> None:
-    lines = [{"name": BASE, **line_of(2.0)}, {"name": "a", "failed": "why"}, {"name": "a", **line_of(3.0)}]
-    rows = table(lines).splitlines()
+def test_the_table_says_what_every_variant_came_to() -> None:
+    rows = table({BASE: line_of(2.0), "a": line_of(3.0)}, {"b": "out of memory"}).splitlines()
     assert rows[0] == "| variant | steps | train s | epochs | loss | sums | talk | mean | against the recipe |"
     assert rows[2] == f"| {BASE} | 3 | 1.0 | 0.5 | 2.00 | 2.50 | 2.00 | 2.250 |  |"
     assert rows[3] == "| a | 3 | 1.0 | 0.5 | 2.00 | 3.50 | 3.00 | 3.250 | +1.000 ± 0.000 |"
-    assert len(rows) == 4 and table([]).count("\n") == 1
+    assert rows[4:] == ["", "b failed: out of memory"] and table({}, {}).count("\n") == 1
+
+
+def test_only_lines_of_the_same_budget_prompts_and_settings_are_read(tmp_path: Path) -> None:
+    out, variants = tmp_path / "lines.jsonl", [Variant(BASE), Variant("a"), Variant("b")]
+    options = parse_options([*WORDS, "--out", str(out)])
+    lines = [
+        {"name": name_of(variants[0], options), "exit_code": 0, "output": "noise\n" + json.dumps(line_of(2.0)) + "\n"},
+        {"name": name_of(variants[1], options), "exit_code": 1, "output": "it failed\n"},
+        {"name": name_of(variants[2], options), "exit_code": 1, "output": "once"},
+        {"name": name_of(variants[2], options), "exit_code": 0, "output": json.dumps(line_of(3.0))},
+    ]
+    out.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    measured, failed = read_lines(options, variants)
+    assert measured == {BASE: line_of(2.0), "b": line_of(3.0)} and failed == {"a": "it failed"}
+    for others in ("--set train.weight_decay=1", "--limit 7", "--skip 30", "--max-new-tokens 5", "--bench c.jsonl"):
+        assert read_lines(parse_options([*WORDS, *others.split(), "--out", str(out)]), variants) == ({}, {})
+    seconds = parse_options(["recipe.yaml", "--bench", "b.jsonl", "--seconds", "3", "--out", str(out)])
+    assert read_lines(seconds, variants) == ({}, {})
 
 
 def test_what_may_be_asked_for() -> None:
@@ -332,11 +241,11 @@ def test_what_may_be_asked_for() -> None:
             parse_options([*words, *bad.split()])
     final = parse_options([*words, "--seconds", "163", "--final"])
     assert (final.skip, final.limit) == (0, 20) and [v.name for v in choose(final)] == ["final"]
-    some = choose(parse_options([*words, "--steps", "3", "--only", "WSD,decay 7"]))
+    some = choose(parse_options([*WORDS, "--only", "WSD,decay 7"]))
     assert [v.name for v in some] == [BASE, "decay 7", "WSD"]
     with pytest.raises(SystemExit, match="no variant is called nothing"):
-        choose(parse_options([*words, "--steps", "3", "--only", "nothing"]))
-    same = choose(parse_options([*words, "--steps", "3", "--cost", "same"]))
+        choose(parse_options([*WORDS, "--only", "nothing"]))
+    same = choose(parse_options([*WORDS, "--cost", "same"]))
     assert all(variant.cost == "same" for variant in same) and len(same) > 10
 
 
@@ -351,11 +260,18 @@ def test_every_variant_fits_one_gpu(tmp_path: Path) -> None:
         assert not plan.lacks and plan.drafter_devices == ("cuda:0",)
 
 
-def test_a_variant_in_a_process_of_its_own(recipe: Path, tmp_path: Path) -> None:
-    words = [str(recipe), "--bench", str(recipe.parent / "sums.jsonl"), "--steps", "2", "--limit", "2"]
-    out = tmp_path / "lines.jsonl"
-    words += ["--out", str(out), "--max-new-tokens", "6", "--only", BASE]
-    assert ablation.main(words) == 0
-    (line,) = [json.loads(text) for text in out.read_text().splitlines()]
-    assert line["name"] == BASE and line["steps"] == 2 and set(line["prompts"]["sums"]) == {"q20", "q21"}
-    assert ablation.main(words) == 0 and len(out.read_text().splitlines()) == 1
+def test_a_call_goes_on_where_another_ended_and_says_what_failed(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ablation, "VARIANTS", (Variant(BASE), Variant("broken", ("train.learning_rate=-1",))))
+    out, markdown = tmp_path / "lines.jsonl", tmp_path / "table.md"
+    words = [str(recipe), "--bench", str(recipe.parent / "sums.jsonl"), "--steps", "2", "--limit", "2", "--jobs", "2"]
+    words += ["--out", str(out), "--max-new-tokens", "6", "--markdown", str(markdown)]
+    assert ablation.main([*words, "--limit-s", "0"]) == 1 and not out.exists()
+    assert ablation.main(words) == 1
+    codes = {line["name"].split(" | ")[0]: line["exit_code"] for line in map(json.loads, out.read_text().splitlines())}
+    assert codes == {BASE: 0, "broken": 1}
+    text = markdown.read_text()
+    assert f"| {BASE} | 2 |" in text and "broken failed: " in text and "train.learning_rate" in text
+    assert text.strip() in capsys.readouterr().out
+    assert ablation.main([*words, "--only", BASE]) == 0 and len(out.read_text().splitlines()) == 2
