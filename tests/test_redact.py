@@ -41,6 +41,50 @@ def test_logins_and_named_secrets_are_hidden() -> None:
         "mask_token_id": 3,
         "token": ["kept"],
     }
+    headers = {"Authorization": "x", "X-Api-Key": "y", "token": "z", "pad_token": "<pad>"}
+    assert redact(headers) == {**dict.fromkeys(headers, HIDDEN), "pad_token": "<pad>"}
+
+
+@pytest.mark.parametrize(
+    ("text", "hidden"),
+    [
+        ("https://user:p@ss@host/x", "https://(hidden)@host/x"),
+        ("postgres://u:p/w@host/db", "postgres://(hidden)@host/db"),
+        ("https://host/x?X-Amz-Signature=ab12cd34&y=1", "https://host/x?X-Amz-Signature=(hidden)&y=1"),
+        ("https://host/c?sv=2020&sig=ab%2Bcd", "https://host/c?sv=2020&sig=(hidden)"),
+        ("environ({'HF_TOKEN': 'abc', 'HOME': '/root'})", "environ({'HF_TOKEN': '(hidden)', 'HOME': '/root'})"),
+        ('{"wandb_api_key": "01 23", "n": 1}', '{"wandb_api_key": "(hidden)", "n": 1}'),
+        ("MY_PASSWORD='se cret' python x.py", "MY_PASSWORD='(hidden)' python x.py"),
+        ("Authorization: Basic dXNlcjpwYXNz", "Authorization: Basic (hidden)"),
+        ("x-api-key: abcdefghijk", "x-api-key: (hidden)"),
+        ("Set-Cookie: session=abcdef", "Set-Cookie: (hidden)"),
+        ("python x.py --token abcd", "python x.py --token (hidden)"),
+        ("AIza" + "x" * 35, HIDDEN),
+    ],
+)
+def test_what_else_carries_a_secret(text: str, hidden: str) -> None:
+    assert redact_text(text) == hidden
+    assert redact_text(hidden) == hidden, "twice is once"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "http://host:8080/models/x@main",
+        "https://huggingface.co/datasets/owner/name@abc",
+        "pad_token = '<|endoftext|>', \"mask_token\": \"<mask>\", 'eos_token': '</s>'",
+        "drafter.mask_token_id: 151669, max_new_tokens=128000, tokenizer: gpt2-medium",
+        "signature of forward(input_ids, cache)",
+    ],
+)
+def test_what_carries_none_stays(text: str) -> None:
+    assert redact_text(text) == text
+
+
+@given(st.text(min_size=1).filter(lambda text: "'" not in text and HIDDEN not in text and text.isprintable()))
+def test_no_quoted_value_of_a_secret_survives(value: str) -> None:
+    shown = redact_text(f"{{'a': 1, 'HF_TOKEN': '{value}', 'b': 2}}")
+    assert shown == f"{{'a': 1, 'HF_TOKEN': '{HIDDEN}', 'b': 2}}"
 
 
 @given(PLAIN)

@@ -25,6 +25,7 @@ from helixctl.engine.mailbox import Mailbox
 from helixctl.engine.stage import Stage
 from helixctl.engine.waiting import Cancellable, Cancelled, Clock
 from helixctl.errors import HelixError, Interrupted, StageFailed
+from helixctl.redact import redact_text
 
 _PR_SET_NAME = 15
 _OS_NAME_BYTES = 15
@@ -329,7 +330,7 @@ class Supervisor:
 
     def _give_up(self, first: BaseException, hard_exit: Callable[[int], object]) -> None:
         stuck = ", ".join(self._running)
-        traceback.print_exception(first, file=sys.stderr)
+        sys.stderr.write(redact_text("".join(traceback.format_exception(first))))
         sys.stderr.write(f"{stuck} did not end {self._limits.join_timeout_s:g} s after cancellation; stacks follow\n")
         sys.stderr.flush()
         faulthandler.dump_traceback(file=_STDERR, all_threads=True)

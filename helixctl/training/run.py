@@ -227,7 +227,7 @@ def _finish(
             pipeline=_waits(pipeline),
             sources={name: counts for store in job.stores for name, counts in store.manifest.by_source.items()},
         )
-        write_json(plan.recipe.run.dir / "result.json", dataclasses.asdict(result))
+        write_json(plan.recipe.run.dir / "result.json", redact(dataclasses.asdict(result)))
         return dataclasses.asdict(result)
 
     return TrainResult(**processes.from_first(write))

@@ -314,7 +314,7 @@ def test_a_stage_stuck_in_c_code_ends_the_process_with_all_stacks(capfd):
 
     def fail() -> None:
         entered.wait()
-        raise ValueError("no")
+        raise ValueError("refused: {'HF_TOKEN': 'abc'}")
 
     stages = [FakeStage("drafter-0", stuck_in_a_kernel), FakeStage("target-0", fail)]
     supervisor = Supervisor([stages], [], Limits(start_timeout_s=20, stall_timeout_s=20, join_timeout_s=0.02))
@@ -333,7 +333,8 @@ def test_a_stage_stuck_in_c_code_ends_the_process_with_all_stacks(capfd):
         r"drafter-0.* did not end 0.02 s after cancellation", err
     )  # a loaded machine may be late elsewhere
     assert "in stuck_in_a_kernel" in err  # the stacks
-    assert "ValueError: no" in err  # the failure, which would be lost otherwise
+    # the failure, which would be lost otherwise, without what is secret
+    assert "ValueError: refused: {'HF_TOKEN': '(hidden)'}" in err
 
 
 def test_a_stall_says_who_waits_for_what():
