@@ -16,6 +16,7 @@ from multiprocessing import get_context
 from helixctl.data.documents import Document, DocumentMaker, DocumentOptions
 from helixctl.data.fingerprint import load_fast_tokenizer
 from helixctl.data.records import Bad, Piece
+from helixctl.engine.interrupt import interrupts_blocked
 from helixctl.errors import DataError
 from helixctl.plugins import FORMATS, load_plugin
 from helixctl.recipe.causal_lm import ModelOptions
@@ -86,21 +87,12 @@ def make_documents(maker: DocumentMaker, chunk: Chunk) -> ChunkResult:
 def _map_in_order(executor: ProcessPoolExecutor, chunks: Iterable[Chunk], ahead: int) -> Iterator[ChunkResult]:
     pending: deque[Future[ChunkResult]] = deque()
     for chunk in chunks:
-        with _interrupts_blocked():  # a process started here inherits the mask: Ctrl-C is the parent's business
+        with interrupts_blocked():  # a process started here inherits the mask: Ctrl-C is the parent's business
             pending.append(executor.submit(_work, chunk))
         if len(pending) > ahead:
             yield pending.popleft().result()
     while pending:
         yield pending.popleft().result()
-
-
-@contextmanager
-def _interrupts_blocked() -> Iterator[None]:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 _maker: DocumentMaker | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -15,6 +14,7 @@ from helixctl.doctor.cache import Cache
 from helixctl.doctor.config import Config
 from helixctl.doctor.finding import Finding
 from helixctl.doctor.scan import FileTask, ScanOptions, make_task, scan_content, scan_file
+from helixctl.engine.interrupt import interrupts_blocked
 from helixctl.errors import UsageError
 
 SUFFIXES = (".py", ".pyi", ".ipynb")
@@ -131,19 +131,16 @@ def _scan_all(work: list[Work], options: ScanOptions, jobs: int) -> Iterator[lis
         yield from (scan_file(path, task, options) for path, task in work)
         return
     context = get_context("spawn")
-    with ProcessPoolExecutor(num_processes, mp_context=context, initializer=_ignore_interrupts) as pool:
+    with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
         chunks = [work[start : start + _CHUNK] for start in range(0, len(work), _CHUNK)]
         try:
-            for found in pool.map(_scan_chunk, chunks, [options] * len(chunks)):
+            with interrupts_blocked():  # a process started here inherits the mask: Ctrl-C is the parent's business
+                results = pool.map(_scan_chunk, chunks, [options] * len(chunks))
+            for found in results:
                 yield from found
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-
-
-def _ignore_interrupts() -> None:
-    """Ctrl-C reaches the parent, which ends the pool."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _scan_chunk(chunk: list[Work], options: ScanOptions) -> list[list[Finding]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -68,3 +69,13 @@ class InterruptFlag:
             self._listener()
         elif self.urgent:
             raise self.error()
+
+
+@contextmanager
+def interrupts_blocked() -> Iterator[None]:
+    """Ctrl-C waits for the end of the block; processes that start in it never hear it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +13,9 @@ from typing import IO
 
 import pytest
 
+from helixctl.checkpoint.atomic import write_output
+from helixctl.engine.interrupt import interrupts_blocked
+from helixctl.errors import UsageError
 from tests.cli.runner import Runner
 from tests.conftest import ROOT
 
@@ -67,3 +72,34 @@ def test_a_folder_that_is_gone(run: Runner, tmp_path: Path, monkeypatch: pytest.
     assert done.code == 2 and "the current folder does not exist any more" in done.err
     assert run("--version").code == 0
     os.chdir(tmp_path)  # monkeypatch goes back to where the test began
+
+
+def test_files_that_the_user_names_appear_whole_or_not_at_all(tmp_path: Path) -> None:
+    """The system's own limit on file sizes stands in for a full disk."""
+    (tmp_path / "old").write_text("old")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        for name in ("old", "new", "deep/new"):
+            with pytest.raises(UsageError, match=f"{name} cannot be written: File too large") as caught:
+                write_output(tmp_path / name, "x" * 100, "-o", parents=True)
+            assert "-o" in str(caught.value) and caught.value.page == "errors a-full-disk"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["old"]
+    assert (tmp_path / "old").read_text() == "old"
+
+
+def test_what_is_no_file_is_written_to_and_stays_what_it_is(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    reading = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write_output(tmp_path / "pipe", "text", "-o")
+    assert os.read(reading, 10) == b"text" and (tmp_path / "pipe").is_fifo()
+    os.close(reading)
+
+
+def test_ctrl_c_reaches_no_process_that_was_started_while_it_is_blocked() -> None:
+    with interrupts_blocked():
+        text = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))"
+        told = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60).stdout
+    assert told == "True\n" and signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
