@@ -44,6 +44,7 @@ VARIANTS = (
     Variant("learning rate 5e-4", ("train.learning_rate=5.0e-4",)),
     Variant("random start", ("drafter.init_layers=null",)),
     Variant("blocks of 8", block(8, 4.0), cost="other"),
+    Variant("blocks of 8, 128 anchors per document", (*block(8, 4.0), *per_document(128)), cost="other"),
     Variant("decay 7", ("drafter.loss.decay_gamma=7.0",)),
     Variant("bfloat16 masters", suspect="bf16-masters"),
     Variant("learning rate 2e-3", ("train.learning_rate=2.0e-3",)),
