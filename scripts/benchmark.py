@@ -188,8 +188,8 @@ def processor() -> str:
 
 def wait() -> None:
     """Let every GPU finish, so that the clock is right."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    for device in range(torch.cuda.device_count()):
+        torch.cuda.synchronize(device)
 
 
 if __name__ == "__main__":

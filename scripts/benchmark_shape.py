@@ -11,7 +11,10 @@ import argparse
 import json
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -74,17 +77,21 @@ def measure(name: str, folder: Path, options: argparse.Namespace) -> dict[str, A
     targets = Targets(plan)
     found: dict[str, Any] = {"target's products": str(plan.float8 or plan.target_dtype)}
     parts: dict[str, Callable[[], dict[str, Any]]] = {
-        "target": lambda: target_alone(plan, store, targets, options),
-        "drafter": lambda: drafter_alone(plan, store, targets, options),
+        "target": partial(target_alone, plan, store, targets, options),
+        "drafter": partial(drafter_alone, plan, store, targets, options),
         "pipeline": lambda: pipeline(plan, store, targets),
     }
     for part, work in parts.items():
         if options.only in (None, part):
-            own = measured(part, work)
+            alone = {"target": plan.target_devices[0], "drafter": plan.drafter_devices[0]}.get(part, "cpu")
+            with current(alone):
+                own = measured(part, work)
             print(name, own, flush=True)
             found |= own
-    predicted = sum(line.num_bytes for line in plan.memory if line.device == plan.drafter_devices[0])
-    found["predicted memory, GiB"] = predicted / 2**30
+    predicted = Counter[str]()
+    for line in plan.memory:
+        predicted[line.device] += line.num_bytes
+    found["predicted memory, GiB"] = max(predicted.values()) / 2**30
     if {"target tokens/s", "drafter tokens/s", "pipeline tokens/s"} <= set(found):
         target, drafter = found["target tokens/s"], found["drafter tokens/s"]
         found["in turn tokens/s"] = target * drafter / (target + drafter)
@@ -94,15 +101,22 @@ def measure(name: str, folder: Path, options: argparse.Namespace) -> dict[str, A
 
 
 def measured(name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What ``work`` found, and its peak memory."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    """What ``work`` found, and the peak memory of the device that took most."""
+    devices = range(torch.cuda.device_count())
+    torch.cuda.empty_cache()
+    for device in devices:
+        torch.cuda.reset_peak_memory_stats(device)
     found = {f"{name} {key}": value for key, value in work().items()}
-    if torch.cuda.is_available():
-        found[f"{name} peak GiB"] = torch.cuda.max_memory_allocated() / 2**30
-        found[f"{name} reserved GiB"] = torch.cuda.max_memory_reserved() / 2**30
+    if devices:
+        found[f"{name} peak GiB"] = max(map(torch.cuda.max_memory_allocated, devices)) / 2**30
+        found[f"{name} reserved GiB"] = max(map(torch.cuda.max_memory_reserved, devices)) / 2**30
     return found
+
+
+def current(device: torch.device | str) -> AbstractContextManager[object]:
+    """The device that this thread's work goes to."""
+    device = torch.device(device)
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def target_alone(plan: Plan, store: Store, targets: Targets, options: argparse.Namespace) -> dict[str, Any]:

@@ -124,8 +124,11 @@ def gpu_cases(num_gpus: int) -> list[Case]:
     if 1 <= num_gpus < 8:
         own = [Case(w, num_gpus, num_gpus, together=True) for w in ("8b", "8b-packed", "27b")]
         own += [Case("8b", num_gpus, num_gpus, together=True, kind=role) for role in ("target", "drafter")]
-        split = [Case("8b", 1, 1, processes=2)] if num_gpus >= 4 else []
-        cases = [*cases[:3], *own, *split, *cases[3:]]
+        if num_gpus >= 2:
+            own += [Case("8b", 1, 1, processes=num_gpus, together=True), Case("8b", 1, 1, together=True)]
+        if num_gpus >= 4:
+            own.append(Case("8b", 1, 1, processes=2))
+        cases = [*cases[:3], *own, *cases[3:]]
     return list(dict.fromkeys(cases))
 
 
@@ -299,7 +302,8 @@ def predict(case: Case, pace: Pace, parameters: int, options: argparse.Namespace
 def compare_processes(lines: Sequence[dict[str, Any]]) -> list[str]:
     """One process against several with as many drafters: ratio of speeds, largest difference of losses."""
     by_name = {(line["workload"], line["topology"]): line for line in lines if "tokens/s" in line}
-    pairs = (("6+2", "2 x 3+1"), ("2+2", "2 x 1+1"), ("together on 8", "8 x together on 1"))
+    pairs = [("6+2", "2 x 3+1"), ("2+2", "2 x 1+1")]
+    pairs += [(f"together on {n}", f"{n} x together on 1") for n in (2, 4, 8)]
     said = []
     for workload in WORKLOADS:
         for one, several in pairs:

@@ -11,7 +11,7 @@ from scripts.gpu_benchmarks import benchmarks
 
 
 def test_every_measurement_has_a_script_and_a_name_of_its_own(tmp_path):
-    commands = benchmarks(tmp_path)
+    commands = benchmarks(tmp_path, 2)
     assert len({command.name for command in commands}) == len(commands)
     for command in commands:
         assert callable(importlib.import_module(command.words[2]).main)
@@ -20,7 +20,7 @@ def test_every_measurement_has_a_script_and_a_name_of_its_own(tmp_path):
 @pytest.mark.parametrize("name", ["scripts.benchmark_shape", "scripts.topologies", "scripts.warmup_shape"])
 def test_options_are_known(name, tmp_path):
     module = importlib.import_module(name)
-    for command in benchmarks(tmp_path):
+    for command in benchmarks(tmp_path, 2):
         if command.words[2] == name:
             module.parse_options(list(command.words[3:]))
 
