@@ -13,6 +13,7 @@ from pathlib import Path
 from helixctl.doctor.environment_host import Host
 from helixctl.doctor.environment_nvml import NvmlProblem
 from helixctl.doctor.probe import Outcome, count_states
+from helixctl.redact import HIDDEN, redact_text
 from helixctl.version import __version__
 
 PACKAGES = (
@@ -38,8 +39,6 @@ _TOLD = re.compile(
     r"|HF_HUB_OFFLINE$|HF_HOME$|TRANSFORMERS_OFFLINE$|PYTHON(MALLOC|TRACEMALLOC|DEVMODE|PATH)|MALLOC_|LD_PRELOAD$|CI$)"
 )
 _SECRET = re.compile(r"TOKEN(?!IZERS)|SECRET|PASSW|CREDENTIAL|(API|ACCESS|PRIVATE)_?KEY|AUTH", re.IGNORECASE)
-_LOGIN_IN_URL = re.compile(r"(\w+://)[^/\s@]+@")
-_HIDDEN = "(hidden)"
 _MIN_NAME = 3
 """Shorter user names occur in ordinary words."""
 
@@ -53,8 +52,8 @@ def make_report(host: Host, outcomes: Sequence[Outcome]) -> str:
 
 
 def anonymise(text: str, environ: Mapping[str, str]) -> str:
-    """Without the home directory, the user's name, the machine's name, and logins in addresses."""
-    text = _LOGIN_IN_URL.sub(r"\1", text)
+    """Without the home directory, the user's name, the machine's name, and secrets."""
+    text = redact_text(text)
     for home in filter(None, (environ.get("HOME"), _home())):
         if home != "/":
             text = re.sub(re.escape(home) + r"(?=/|\b|$)", "~", text)
@@ -96,7 +95,7 @@ def _machine(host: Host) -> Iterator[str]:
 def _variables(environ: Mapping[str, str]) -> Iterator[str]:
     told = sorted(name for name in environ if _TOLD.match(name))
     for name in told:
-        yield f"{name}={_HIDDEN if _SECRET.search(name) else environ[name]}"
+        yield f"{name}={HIDDEN if _SECRET.search(name) else environ[name]}"
     if not told:
         yield "no variable that matters is set"
 

@@ -66,7 +66,8 @@ def test_gpu_numbers_of_one_card_stay_out() -> None:
         ("a:/home/ada:b", "a:~:b"),
         ("/home/adam/x", "/home/adam/x"),
         ("/tmp/torchinductor_ada", "/tmp/torchinductor_USER"),
-        ("https://ada:pw@host/simple", "https://host/simple"),
+        ("https://ada:p@w@host/simple", "https://(hidden)@host/simple"),
+        ("refused: https://host/x?token=abcdef12", "refused: https://host/x?token=(hidden)"),
         ("an adage", "an adage"),
     ],
 )
