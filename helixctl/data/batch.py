@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import torch
@@ -76,6 +77,18 @@ def make_document_batch(
         anchor_valid=(torch.arange(num_anchors) < used)[None],
         documents=((0,),),
         spans=(((0, length),),),
+    )
+
+
+def make_row_batch(documents: Sequence[Tensor]) -> MicroBatch:
+    """A micro-batch of one row outside of any run: ``documents``, each [length] int64, one behind the other."""
+    ends = list(accumulate(len(document) for document in documents))
+    return replace(
+        make_document_batch(torch.cat([*documents])),
+        position_ids=torch.cat([torch.arange(len(document)) for document in documents])[None],
+        document_ids=torch.repeat_interleave(torch.tensor([len(document) for document in documents]))[None].int(),
+        documents=(tuple(range(len(documents))),),
+        spans=(tuple(pairwise([0, *ends])),),
     )
 
 

@@ -7,12 +7,15 @@ import os
 import signal
 import subprocess
 import sys
+from itertools import zip_longest
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from helixctl.checkpoint.store import load_checkpoint
@@ -25,7 +28,7 @@ from helixctl.plan import make_plan
 from helixctl.recipe.load import load_recipe
 from helixctl.training import capture as capture_module
 from helixctl.training.build import load_target, make_loader
-from helixctl.training.capture import Capture, run_capture
+from helixctl.training.capture import Capture, run_capture, split_rows
 from helixctl.training.feature_cache import CachedFeatures
 from helixctl.training.run import run_training
 from helixctl.training.stored import StoredFeatures, feature_key
@@ -78,6 +81,43 @@ def test_several_readers_and_drafters_change_nothing_either(recipe: Path) -> Non
     one = train(recipe, "one", features, "train.grad_accum_steps=1", *split)
     many = train(recipe, "many", features, "pipeline.targets=[cpu, cpu, cpu]", "pipeline.readers=2", *split)
     assert same(one, many)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_documents_go_together_where_a_run_compiles_and_differ_in_rounding_only(
+    recipe: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU `target.compile: on` says so; features are computed without compiling all the same."""
+    original, rows = Target.features, []
+
+    def features(self: Target, batch: Any, **options: Any) -> Any:
+        rows.append([end - start for start, end in batch.spans[0]])
+        return original(self, batch, **options)
+
+    monkeypatch.setattr(Target, "features", features)
+    options = (f"target.dtype={dtype}", "train.micro_batch_rows=2")
+    alone = store_features(recipe, "alone", *options, shard_bytes=1 << 20)
+    assert all(len(row) == 1 for row in rows) and len(rows) == alone.documents
+    rows.clear()
+    together = store_features(recipe, "together", *options, "target.compile=on", shard_bytes=1 << 20)
+    assert [sum(row) for row in rows] == [45, 43, 46, 32, 42] and (alone.documents, alone.tokens) == (
+        together.documents,
+        together.tokens,
+    )
+    for name in ("train-00000.safetensors", "validation-00000.safetensors"):
+        one, other = (load_file(recipe.parent / folder / name) for folder in ("alone", "together"))
+        del one["checksums"], other["checksums"]
+        for layer, expected in one.items():
+            torch.testing.assert_close(other[layer], expected, rtol=2e-2, atol=2e-2 if dtype == "bfloat16" else 1e-5)
+
+
+@given(st.lists(st.integers(1, 50), max_size=20), st.integers(0, 100))
+def test_rows_hold_all_documents_in_order_and_as_many_as_fit(lengths: list[int], most: int) -> None:
+    rows = list(split_rows(lengths, most))
+    assert [place for first, end in rows for place in range(first, end)] == list(range(len(lengths)))
+    for (first, end), after in zip_longest(rows, rows[1:]):
+        assert first < end and (end - first == 1 or sum(lengths[first:end]) <= most)
+        assert after is None or sum(lengths[first : end + 1]) > most
 
 
 def test_repeated_documents_are_stored_once(tmp_path: Path) -> None:
@@ -245,3 +285,15 @@ def test_on_a_gpu_stored_features_are_those_of_the_target_there(recipe: Path) ->
         for one, other in zip(stored.features(batch), live.features(batch), strict=True):
             assert one.device == other.device and torch.equal(one, other)
     assert run_training(offline).finished
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_documents_that_go_together_have_the_features_of_documents_alone(recipe: Path) -> None:
+    found = []
+    for name, words in (("together", ()), ("alone", ("target.attention=segments",))):
+        options = ("target.dtype=float32", "train.micro_batch_rows=4", "pipeline.targets=[cuda:0]", *words)
+        plan = make_plan(load_recipe(recipe, options), read_machine())
+        run_capture(Capture(plan, recipe.parent / name, shard_bytes=1 << 20))
+        found.append(load_file(recipe.parent / name / "train-00000.safetensors"))
+    for layer in found[0].keys() - {"checksums"}:
+        torch.testing.assert_close(found[0][layer], found[1][layer], rtol=1e-3, atol=1e-3)
