@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rich.cells import cell_len
 from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.table import Table
@@ -105,7 +106,7 @@ def render_markdown(text: str) -> None:
         return
     from rich.markdown import Markdown
 
-    console.print(Markdown(re.sub(r"<!--.*?-->|<[^>\n]+>", "", text), hyperlinks=False))
+    console.print(Markdown(re.sub(r"<!--.*?-->|</?div[^>]*>", "", text), hyperlinks=False))
 
 
 def render_json(content: Any) -> None:
@@ -358,7 +359,9 @@ def _print_blocks(blocks: Iterable[RenderableType]) -> None:
 
 def _print_section(console: Console, title: str, rows: Mapping[str, RenderableType]) -> None:
     table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
+    longest = max((cell_len(name) for name in rows), default=0)
+    # Labels leave half of a narrow terminal to their texts.
+    table.add_column(style="dim", width=min(longest, console.width // 2), overflow="fold")
     table.add_column(overflow="fold")
     for name, value in rows.items():
         table.add_row(name, value if not isinstance(value, str) else Text(value))

@@ -27,7 +27,8 @@ def line_chart(series: Mapping[str, Points], label: str) -> str:
     if not everything:
         return ""
     xs, ys = [x for x, _ in everything], [y for _, y in everything]
-    across, up = _ticks(min(xs), max(xs)), _ticks(min(ys), max(ys))
+    whole = all(float(x).is_integer() for x in xs)  # steps and positions: there is nothing between two of them
+    across, up = _ticks(min(xs), max(xs), smallest=1.0 if whole else 0.0), _ticks(min(ys), max(ys))
 
     def place(x: float, y: float) -> tuple[float, float]:
         return _scale(x, across, LEFT, WIDTH - RIGHT), _scale(y, up, HEIGHT - BOTTOM, TOP)
@@ -90,14 +91,14 @@ def _grid(across: Sequence[float], up: Sequence[float]) -> str:
     return "".join(lines)
 
 
-def _ticks(low: float, high: float, wanted: int = 5) -> tuple[float, ...]:
-    """Round numbers that enclose the range."""
+def _ticks(low: float, high: float, wanted: int = 5, smallest: float = 0.0) -> tuple[float, ...]:
+    """Round numbers that enclose the range, at least ``smallest`` apart."""
     if high - low < 1e-12 * max(abs(high), 1e-3):
-        pad = abs(high) * 0.1 or 1.0
-        low, high = low - pad, high + pad
+        pad = abs(high) * 0.1
+        low, high = (low - pad, high + pad) if high else (0.0, 1.0)
     rough = (high - low) / wanted
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough)
+    step = max(smallest, next(m * power for m in (1, 2, 5, 10) if m * power >= rough))
     first, last = math.floor(low / step), math.ceil(high / step)
     return tuple(step * i for i in range(first, last + 1))
 

@@ -30,7 +30,8 @@ _CURVES: dict[str, tuple[str, ...]] = {
     "Gradient norm": (names.TRAIN_GRAD_NORM,),
     "Peak memory of the drafter's device, bytes": (names.MEMORY_PEAK_BYTES,),
 }
-_NOTES = {"Acceptance length": "tokens per forward of the target, the target's own next token counted"}
+_BY_STEP = "by step"
+_NOTES = {"Acceptance length": "tokens per forward of the target, the target's own next token counted; by step"}
 
 
 def write_report(run_dir: Path, output: Path | None = None) -> Path:
@@ -57,9 +58,11 @@ def _sections(run_dir: Path, run: RunSummary, history: History) -> Iterator[str]
     yield page.section("Run", page.facts(_overview(run, result)))
     for heading, shown in _CURVES.items():
         chart = line_chart({name: history.finite(name) for name in shown}, heading)
-        yield from page.charted(heading, chart, _NOTES.get(heading, ""))
+        yield from page.charted(heading, chart, _NOTES.get(heading, _BY_STEP))
     positions = {str(i + 1): share for i, share in enumerate(history.by_position(names.val_accuracy))}
-    yield from page.charted("Right drafts by position in the block", bar_chart(positions, "share of right drafts"))
+    yield from page.charted(
+        "Right drafts by position in the block", bar_chart(positions, "share of right drafts"), "share, held-out rows"
+    )
     waits = _waits(result.get("pipeline") or {})
     yield from page.charted("Waits, seconds", page.bars(waits))
     waited = line_chart({names.PERF_WAIT_S: history.finite(names.PERF_WAIT_S)}, "waiting for features")
@@ -71,6 +74,8 @@ def _sections(run_dir: Path, run: RunSummary, history: History) -> Iterator[str]
     if result.get("sources"):
         yield page.section("Documents by source", page.facts(_by_source(result["sources"])))
     environment = read_json(run_dir / ENVIRONMENT_FILE)
+    if (size := environment.pop("memory_bytes", None)) is not None:
+        environment["memory"] = f"{size / 2**30:.1f} GiB"
     if environment:
         yield page.section("Environment", page.facts(environment))
     recipe = (run_dir / "recipe.yaml").read_text(encoding="utf-8", errors="replace")

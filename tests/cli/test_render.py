@@ -51,6 +51,17 @@ def test_records_become_rows_and_empty_fields_none():
     assert record_rows(Outer(5, Inner(2048))) == {"steps": "5", "inner.size_bytes": "2.0 KiB"}
 
 
+def test_a_narrow_terminal_is_shared_by_labels_and_texts():
+    shown = io.StringIO()
+    console = Console(file=shown, width=40)
+    render._print_section(console, "title", {"a label of more than half of the width": "and a text", "b": "c " * 20})
+    lines = shown.getvalue().splitlines()
+    assert max(map(len, lines)) <= 40 and "and a text" in shown.getvalue()
+    shown.truncate(0)
+    render._print_section(Console(file=shown, width=100), "title", {"a label": "x " * 200, "b": "c"})
+    assert "  a label  x x" in shown.getvalue()
+
+
 def test_validation_shows_answers_speed_and_proofs(capsys):
     render.render_validation(VALIDATED)
     out = capsys.readouterr().out

@@ -76,6 +76,11 @@ def test_long_curves_are_thinned_and_keep_their_end(count: int) -> None:
     assert title is not None and title.text == f"a: {count - 1:,} at {count - 1:,}"
 
 
+def test_axes_show_whole_numbers_for_steps_and_positions_and_begin_at_zero_where_all_is_zero() -> None:
+    told = [text.text for text in parse(line_chart({"a": [(1, 0.0), (3, 0.0)]}, "chart")).findall(".//text")]
+    assert told == ["0", "0.2", "0.4", "0.6", "0.8", "1", "1", "2", "3"]
+
+
 def test_bars_carry_their_values() -> None:
     root = parse(bar_chart({"1": 0.5, "2": 0.25}, "share"))
     heights = [float(bar.attrib["height"]) for bar in root.findall(".//rect")]
