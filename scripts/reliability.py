@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from tests.fork_server import ForkServer, fork_server
-from tests.reliability.cases import DAMAGES, STALL_S, Case, all_cases
+from tests.reliability.cases import DAMAGES, IMPOSSIBLE, STALL_S, Case, all_cases, lm_cases
 from tests.reliability.faults import JOIN_S
-from tests.reliability.harness import Harness, Outcome, faults_found
+from tests.reliability.harness import CAUSAL_LM, Harness, Outcome, judge
 from tests.reliability.loader_program import TIMEOUT_S
 from tests.reliability.worker_cases import LOADER, run_worker_case, worker_cases
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reliability.md"
 BEGIN, END = "<!-- outcomes: written by scripts/reliability -->", "<!-- end of outcomes -->"
+CANNOT = "What cannot happen:"
 HEADER = ("role", "fault", "what happens", "exit code", "told after", "afterwards")
 
 
@@ -23,25 +25,31 @@ def main() -> int:
     """The number of cases whose outcome is wrong, at most 1."""
     wrong: list[str] = []
     with fork_server() as server, tempfile.TemporaryDirectory() as folder:
-        harness = Harness(server, Path(folder))
-        rows = list(run_cases(harness, wrong))
+        harness = Harness(server, Path(folder) / "drafter")
+        rows = list(run_cases(harness, all_cases(), wrong))
+        rows += run_cases(Harness(server, Path(folder) / "causal-lm", world=CAUSAL_LM), lm_cases(), wrong)
+        rows += run_damaged(harness, wrong)
         (workers := Path(folder) / "workers").mkdir()
         rows += run_worker_cases(server, workers, wrong)
     text = PAGE.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    PAGE.write_text(f"{before}{BEGIN}\n\n{table(rows)}\n\n{END}{after}", encoding="utf-8")
+    PAGE.write_text(f"{before}{BEGIN}\n\n{table(HEADER, rows)}\n\n{reasons()}\n\n{END}{after}", encoding="utf-8")
     print("\n".join([f"{len(rows)} outcomes written to {PAGE}", *wrong]))
     return 1 if wrong else 0
 
 
-def run_cases(harness: Harness, wrong: list[str]) -> Iterator[tuple[str, ...]]:
+def run_cases(harness: Harness, cases: Iterable[Case], wrong: list[str]) -> Iterator[tuple[str, ...]]:
     """A row per case; adds what is wrong to ``wrong``."""
-    for case in all_cases():
-        outcome = harness.run(case)
-        wrong += [f"{case.name}: {what}" for what in faults_found(case, outcome)]
+    for case in cases:
+        outcome, found = judge(case, partial(harness.run, case))
+        wrong += [f"{case.name}: {what}" for what in found]
         print(f"{case.name}: {outcome.detection_s:.2f} s")
         yield row(case, outcome)
+
+
+def run_damaged(harness: Harness, wrong: list[str]) -> Iterator[tuple[str, ...]]:
+    """A row per way to damage the newest checkpoint."""
     for damage in DAMAGES:
         result = harness.run_damaged(damage)
         wrong += [] if result else [f"checkpoint: {damage}"]
@@ -51,8 +59,8 @@ def run_cases(harness: Harness, wrong: list[str]) -> Iterator[tuple[str, ...]]:
 def run_worker_cases(server: ForkServer, folder: Path, wrong: list[str]) -> Iterator[tuple[str, ...]]:
     """A row per case of a worker process."""
     for case in worker_cases():
-        outcome = run_worker_case(case, server, folder)
-        wrong += [f"{case.name}: {what}" for what in faults_found(case, outcome)]
+        outcome, found = judge(case, partial(run_worker_case, case, server, folder))
+        wrong += [f"{case.name}: {what}" for what in found]
         print(f"{case.name}: {outcome.detection_s:.2f} s")
         yield row(case, outcome)
 
@@ -73,9 +81,20 @@ def equal(is_equal: bool) -> str:
     return "bit-equal" if is_equal else "DIFFERS"
 
 
-def table(rows: list[tuple[str, ...]]) -> str:
+def reasons() -> str:
+    """What is no row, by reason."""
+    roles: dict[str, dict[str, None]] = {}
+    faults: dict[str, dict[str, None]] = {}
+    for (role, fault), why in IMPOSSIBLE.items():
+        roles.setdefault(why, {})[role] = None
+        faults.setdefault(why, {})[fault] = None
+    rows = [(", ".join(roles[why]), ", ".join(faults[why]), why) for why in roles]
+    return f"{CANNOT}\n\n{table(('role', 'fault', 'why not'), rows)}"
+
+
+def table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     """Markdown."""
-    lines = [HEADER, tuple("---" for _ in HEADER), *rows]
+    lines = [header, tuple("---" for _ in header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

@@ -46,12 +46,17 @@ PLACES = {
     "checkpoint writer": Place("helixctl.checkpoint.store", "save_file", 4),  # two files each
     "metric sink": Place("helixctl.metrics.sinks.jsonl", "JsonlSink.write", 5),
 }
+LM_PLACES = {  # a run of 8 steps
+    "causal LM reader": Place("helixctl.data.lm_loader", "WindowLoader.batch", 9),
+    "causal LM filler": Place("helixctl.training.lm_build", "fill_slot", 8),
+    "causal LM trainer": Place("helixctl.training.loop", "TrainerStage._accumulate", 5),
+}
 
 
 def install_fault(text: str) -> None:
     """Replace the function that ``text`` names."""
     role, fault, nth, mark = text.split("/", 3)
-    place = PLACES[role]
+    place = (PLACES | LM_PLACES)[role]
     owner: Any = import_module(place.module)
     *parents, name = place.name.split(".")
     for parent in parents:
@@ -94,10 +99,11 @@ def _signal(number: signal.Signals) -> Callable[..., Any]:
 
 
 def _spoil(call: Callable[[], Any], stage: Any, *_: Any) -> Any:
-    """NaN in what the role hands on: features, gradients, or validation sums."""
+    """NaN in what the role hands on: features, a filled slot, gradients, or validation sums."""
     result = call()
-    if isinstance(result, list):
-        for feature in result:
+    features = result if isinstance(result, list) else getattr(stage, "features", None)
+    if features is not None:
+        for feature in features:
             feature[0, 0] = math.nan  # the first token of the first document
     else:
         stage._sums["loss_num"].fill_(math.nan)

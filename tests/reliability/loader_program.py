@@ -40,8 +40,10 @@ class FaultyDocuments(ListedDocuments):
         self._calls += (self._folder / ARMED).exists()
         if self._calls == FAILS_AT:
             (self._folder / "instant").write_text(repr(time.monotonic()))
-            if self._fault == "SIGKILL":
-                os.kill(os.getpid(), signal.SIGKILL)
+            if self._fault in ("SIGTERM", "SIGKILL"):
+                os.kill(os.getpid(), signal.Signals[self._fault])
+            if self._fault == "out of memory":
+                raise MemoryError("made to fail")
             if self._fault == "hang in C":
                 ctypes.CDLL(None).sleep(HANG_S)
             raise RuntimeError("made to fail")

@@ -6,6 +6,7 @@ import json
 import os
 import select
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,8 +25,11 @@ LOADER, PREPARE = "loader worker", "prepare worker"
 def worker_cases() -> Iterator[Case]:
     """In the order of the table; what happens is the same for a training and a validation loader."""
     yield Case(LOADER, "exception", 1, "made to fail", traceback=True, outcome="loop fails with the worker's traceback")
+    oom = "MemoryError: made to fail"
+    yield Case(LOADER, "out of memory", 1, oom, traceback=True, outcome="loop fails with the worker's traceback")
     shows = "a worker of the train loader ended"
-    yield Case(LOADER, "SIGKILL", 1, shows, traceback=True, outcome="loop fails, says which loader and process")
+    for fault in ("SIGTERM", "SIGKILL"):
+        yield Case(LOADER, fault, 1, shows, traceback=True, outcome="loop fails, says which loader and process")
     shows = f"no train batch for {TIMEOUT_S:g} s"
     yield Case(LOADER, "hang in C", 1, shows, outcome="loop fails after the loader's timeout; stacks of all processes")
     shows = "a process of prepare ended before its work was done"
@@ -34,8 +38,7 @@ def worker_cases() -> Iterator[Case]:
 
 def run_worker_case(case: Case, server: ForkServer, folder: Path) -> Outcome:
     """Make the fault happen, and see what is left."""
-    folder = folder / case.name.replace(" ", "-").replace(":", "")
-    folder.mkdir()
+    folder = Path(tempfile.mkdtemp(prefix=case.name.replace(" ", "-").replace(":", "-"), dir=folder))
     return _kill_prepare(folder) if case.role == PREPARE else _run_loader(case, server, folder)
 
 
