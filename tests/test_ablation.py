@@ -254,6 +254,7 @@ def test_every_variant_fits_one_gpu(tmp_path: Path) -> None:
     config.write_text(json.dumps(SMOLLM2), encoding="utf-8")
     names = [variant.name for variant in VARIANTS]
     assert len(set(names)) == len(names) and names[0] == BASE
+    assert not any("," in name for name in names)  # --only has commas between them
     for variant in VARIANTS:
         settings = [*variant.settings, *ablation_case.FIXED, "train.steps=5", f"target.config={config}"]
         plan = make_plan(load_recipe(path, settings), replace(MACHINE, gpus=(Gpu("H200", "GPU-0", 139 << 30),)))
