@@ -1,13 +1,18 @@
 """Errors meant for users: each says what is wrong, where, and the fix.
 
 Anything else that escapes is a bug in helixctl. Cancellation of stages is not an error and lives in
-``engine``; nothing here imports anything.
+``engine``; nothing here imports anything of ours.
 """
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Numbers of the operating system's errors that are told by ``FULL_DISK_PAGE``."""
+FULL_DISK_PAGE = "errors.md#a-full-disk"
 
 
 class HelixError(Exception):

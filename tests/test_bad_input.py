@@ -296,6 +296,7 @@ def test_a_place_for_checkpoints_that_cannot_be_written_is_found_before_the_firs
         (("init", "target", "none.jsonl", "-o", "new.yaml"), 2, ("none.jsonl",)),
         (("init", "target", "data/train.jsonl", "-o", "recipe.yaml"), 2, ("recipe.yaml exists", "--force")),
         (("init", "target", "data/train.jsonl", "-o", "/sys/helixctl/r.yaml"), 2, ("cannot be written",)),
+        (("report", "a" * 300), 2, ("File name too long",)),
         (("init", "target", "data/train.jsonl", "-o", "data"), 2, ("data is a folder",)),
         (("init", "data/train.jsonl", "data/train.jsonl", "-o", "new.yaml"), 1, ("data/train.jsonl is a file",)),
         (("init", "target", "target/model.safetensors", "-o", "new.yaml"), 1, ("no documents", "docs data sources")),

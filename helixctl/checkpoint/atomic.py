@@ -20,7 +20,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from helixctl.errors import CheckpointError, UsageError
+from helixctl.errors import FULL_DISK, FULL_DISK_PAGE, CheckpointError, UsageError
 
 TEMPORARY_PREFIX = ".tmp-"
 """Names of unfinished or half-deleted folders and files begin with this."""
@@ -28,7 +28,6 @@ TEMPORARY_PREFIX = ".tmp-"
 _REPLACED_PREFIX = ".replaced-"
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FIXES = {
     errno.ENOSPC: "free space on that disk, then run the command again (training: with --resume)",
     errno.EDQUOT: "the quota is used up: free space, then run the command again (training: with --resume)",
@@ -72,7 +71,7 @@ def explained(doing: str) -> Iterator[None]:
         number = error.errno if isinstance(error, OSError) else _errno_in(str(error))
         text = os.strerror(number) if number else str(error)
         fix = _FIXES.get(number or 0, "check the disk and the folder's permissions")
-        see = "errors.md#a-full-disk" if number in _FULL else None
+        see = FULL_DISK_PAGE if number in FULL_DISK else None
         raise CheckpointError(f"{doing}: {text}", fix=fix, see=see) from error
 
 
@@ -117,7 +116,7 @@ def write_output(path: Path, text: str, option: str, *, parents: bool = False) -
             temporary.write_text(text, encoding="utf-8")
             temporary.replace(path)
     except OSError as error:
-        see = "errors.md#a-full-disk" if error.errno in _FULL else None
+        see = FULL_DISK_PAGE if error.errno in FULL_DISK else None
         raise UsageError(
             f"{path} cannot be written: {error.strerror}", fix=f"choose another file with {option}", see=see
         ) from error

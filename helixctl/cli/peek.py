@@ -12,7 +12,7 @@ from typing import Any
 from helixctl.data.files import SourceReader, parse_json
 from helixctl.data.records import Bad, Chat, Text, Tokens
 from helixctl.errors import DataError, HelixError, UsageError
-from helixctl.models.facts import TargetFacts, find_model_file
+from helixctl.models.facts import TargetFacts, find_model_file, unreadable
 from helixctl.plugins import FORMATS, load_plugin, plugin_names
 from helixctl.recipe.schema import SourceOptions
 
@@ -139,7 +139,7 @@ def _read_json(model: str, name: str) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read: {error}", fix="download the model again") from error
+        raise unreadable(path, error) from error
     return content if isinstance(content, dict) else {}
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import io
+import logging
 import os
 import signal
 import sys
@@ -19,9 +20,12 @@ from types import FrameType
 from typing import TextIO
 
 from helixctl.cli.render import render_bug, render_error, render_stopped
-from helixctl.errors import HelixError
+from helixctl.errors import FULL_DISK, FULL_DISK_PAGE, HelixError, UsageError
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_log = logging.getLogger(__name__)
+
+_PLACES = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)
+"""What is wrong with a path, wherever it is met: looking whether it exists may fail already."""
 
 
 def run_process(command: Callable[[], object]) -> None:
@@ -37,8 +41,9 @@ def run_process(command: Callable[[], object]) -> None:
         _discard_output()
         sys.exit(1)
     except OSError as error:
-        _end_full(error) if error.errno in _FULL else render_bug(error)
-        sys.exit(1)
+        explained = _explain(error)
+        render_error(explained) if explained is not None else render_bug(error)
+        sys.exit(1 if explained is None else explained.exit_code)
     except HelixError as error:
         render_error(error)
         sys.exit(error.exit_code)
@@ -64,11 +69,16 @@ def _nowhere() -> TextIO:
     return open(os.devnull, "w", encoding="utf-8")
 
 
-def _end_full(error: OSError) -> None:
-    """A write that nobody explained: that of our output, or of a library."""
-    _discard_output()
-    text = f"cannot write {error.filename or 'the output'}: {error.strerror}"
-    render_error(HelixError(text, fix="free space there, then run the command again", see="errors.md#a-full-disk"))
+def _explain(error: OSError) -> HelixError | None:
+    """An error that no part has explained, where the world is to blame for it; None for a bug."""
+    if error.errno in FULL_DISK:
+        _discard_output()
+        text = f"cannot write {error.filename or 'the output'}: {error.strerror}"
+        return HelixError(text, fix="free space there, then run the command again", see=FULL_DISK_PAGE)
+    if error.errno in _PLACES and error.filename is not None:
+        _log.debug("unexplained", exc_info=error)
+        return UsageError(f"{error.filename}: {error.strerror}", fix="check the path, and the permissions along it")
+    return None
 
 
 def _discard_output() -> None:

@@ -180,4 +180,5 @@ def _readable(file: Path) -> Iterator[None]:
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(f"{file} is damaged: {error}", fix="fetch or write it again") from error
     except OSError as error:
-        raise DataError(f"{file} cannot be read: {error.strerror or error}") from error
+        fix = "check the file and its permissions"
+        raise DataError(f"{file} cannot be read: {error.strerror or error}", fix=fix) from error

@@ -234,10 +234,17 @@ def _read_json(path: Path) -> dict[str, Any]:
         fix = "name the folder of a Hugging Face checkpoint in target.model"
         raise ModelError(f"there is no {path}", fix=fix) from None
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}", fix="download the model again") from error
+        raise unreadable(path, error) from error
     if not isinstance(content, dict):
         raise ModelError(f"{path} holds no JSON object", fix="download the model again")
     return content
+
+
+def unreadable(path: Path, error: OSError | ValueError) -> ModelError:
+    """A file of a model that is there, and is no JSON or may not be read."""
+    if isinstance(error, OSError):
+        return ModelError(f"{path} cannot be read: {error.strerror}", fix="check the permissions of the model's files")
+    return ModelError(f"{path} cannot be read: {error}", fix="download the model again")
 
 
 @cache

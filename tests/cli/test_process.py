@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -55,6 +56,12 @@ def raising(error: BaseException):
         (RecipeError([Problem("a.b", "is bad", "r.yaml:3", "x")]), 2, "r.yaml:3  a.b\n  is bad\n  fix: x\n"),
         (Interrupted(signal.SIGTERM, "stopped at step 3"), 143, "stopped at step 3"),
         (KeyboardInterrupt(), 130, "stopped\n"),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "locked/x"),
+            2,
+            "error: locked/x: Permission denied\n  fix: ",
+        ),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "a"), 2, "error: a: File name too long\n  fix: "),
     ],
 )
 def test_errors_for_users_have_no_traceback(capsys, error, code, message):
@@ -65,9 +72,14 @@ def test_errors_for_users_have_no_traceback(capsys, error, code, message):
 
 
 def test_a_bug_shows_its_traceback(capsys):
-    assert ends_with(raising(ZeroDivisionError("oops"))) == 1
-    err = capsys.readouterr().err
-    assert "Traceback" in err and "ZeroDivisionError: oops" in err and "bug in helixctl" in err
+    for error in (
+        ZeroDivisionError("oops"),
+        FileNotFoundError(errno.ENOENT, "oops", "x"),
+        OSError(errno.EBADF, "oops"),
+    ):
+        assert ends_with(raising(error)) == 1
+        err = capsys.readouterr().err
+        assert "Traceback" in err and type(error).__name__ in err and "oops" in err and "bug in helixctl" in err
 
 
 def test_a_stage_that_fails_by_a_bug_shows_where(capsys):
