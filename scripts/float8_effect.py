@@ -67,11 +67,11 @@ def read_documents(store: Store, count: int) -> Iterator[MicroBatch]:
 
 
 def precisions(plan: Plan, block: int) -> Iterator[tuple[str, Target]]:
-    """The target in float32, in bfloat16, and with float8 products of both kinds, what is around them in float32."""
+    """The target in float32, with float8 products of both kinds and float32 around them, and in bfloat16."""
     yield "float32", load(plan, torch.float32)
-    yield "bfloat16", load(plan, torch.bfloat16)
     yield "float8, rows", load(plan, torch.float32, Float8())
     yield f"float8, blocks of {block}", load(plan, torch.float32, Float8(block))
+    yield "bfloat16", load(plan, torch.bfloat16)
 
 
 def load(plan: Plan, dtype: torch.dtype, float8: Float8 | None = None) -> Target:

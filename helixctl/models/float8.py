@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 DTYPE = torch.float8_e4m3fn
 LARGEST = torch.finfo(DTYPE).max
 _SMALLEST_ROW = 1e-12
-"""A row of zeros needs a scale, too. vLLM's is 1 / (448 x 512) at least, which no row of a decoder comes near."""
+"""A row of zeros needs a scale, too. vLLM's smallest scale is 1 / (448 x 512): rows below 1/512 are coarser there."""
 _MULTIPLE = 16
 """`torch._scaled_mm` wants sizes that are multiples of it; see its checks in torch 2.11 and 2.13."""
 _BLOCKS = 4

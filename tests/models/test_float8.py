@@ -148,7 +148,7 @@ def test_spread_and_moved_targets_keep_their_numbers(builder: Callable[[], Any],
 
 def test_the_library_forward_gives_the_captured_states_and_logits(tmp_path: Path) -> None:
     found = prove_capture(load(tiny_llama(), tmp_path), make_batch().input_ids[2])
-    assert found.holds and max(*found.taps, found.logits) < 1e-5
+    assert found.holds and max(*found.taps, found.logits) < 1e-9  # a softmax in float32 would show, and grow
 
 
 def test_only_linear_layers_of_the_decoders_layers_are_float8(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ def test_float8_is_further_from_float32_than_bfloat16_is(
     trained: TrainedWorld, capsys: pytest.CaptureFixture[str]
 ) -> None:
     float8_effect.main([str(trained.recipe), "--block", "16", "--documents", "2"])
-    exact, bfloat16, rows, blocks = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    exact, rows, blocks, bfloat16 = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert exact["relative error"] == [0.0, 0.0] and exact["same greedy token"] == 1 and exact["tokens"] > 0
     assert all(cosine == pytest.approx(1, abs=1e-4) for cosine in exact["cosine"])
     for float8 in (rows, blocks):
