@@ -130,7 +130,8 @@ def test_a_second_run_in_the_same_directory_is_refused_and_a_drifted_resume_name
 def test_a_float8_target_trains_and_its_run_is_not_resumed_with_another(recipe: Path) -> None:
     found = run_training(make_world_plan(recipe, "target.quantization=fp8"))
     assert found.finished
-    assert run_training(make_world_plan(recipe, "run.dir=other")).validation["val/loss"] != found.validation["val/loss"]
+    other = make_world_plan(recipe, f"run.dir={recipe.parent / 'other'}")
+    assert run_training(other).validation["val/loss"] != found.validation["val/loss"]
     assert run_training(make_world_plan(recipe, "target.quantization=fp8"), resume=True).finished
     with pytest.raises(CheckpointError, match="written: target's quantization\n"):
         run_training(make_world_plan(recipe), resume=True)
