@@ -102,7 +102,6 @@ def doctor(paths: Paths = None, code: CodeOptions = CodeOptions(), checks: Check
 
 def check_code(paths: list[str], options: CodeOptions) -> None:
     """Scan, report, and end with 1 if something is at or above the fail level."""
-    from helixctl.checkpoint.atomic import write_output
     from helixctl.doctor.cache import default_folder
     from helixctl.doctor.checkup import Request, check_code
     from helixctl.doctor.listing import check_format, format_report
@@ -130,6 +129,8 @@ def check_code(paths: list[str], options: CodeOptions) -> None:
     )
     text = format_report(outcome.report, options.format)
     if options.output_file is not None:
+        from helixctl.checkpoint.atomic import write_output
+
         write_output(options.output_file, text, "--output-file", parents=True)
         render.render_text(outcome.report.summary)
     else:

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from helixctl.checkpoint.atomic import write_output
 from helixctl.doctor.finding import Finding
 from helixctl.errors import UsageError
 
@@ -21,6 +20,8 @@ _VERSION = 1
 
 def write_baseline(path: Path, findings: Iterable[Finding]) -> int:
     """Write all findings to `path`; returns how many."""
+    from helixctl.checkpoint.atomic import write_output
+
     counted = Counter((f.path, f.code, f.text) for f in findings)
     entries = [{"path": p, "code": c, "text": t, "count": n} for (p, c, t), n in sorted(counted.items())]
     text = json.dumps({"version": _VERSION, "findings": entries}, indent=1) + "\n"
