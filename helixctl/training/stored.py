@@ -1,6 +1,7 @@
 """Features from disk in place of a target: the same source to its stage, fed by what `prepare --features` wrote.
 
-Documents were captured one at a time, so a run trains with the same bits as one with ``target.feature_cache_mib``.
+On a CPU documents were captured one at a time, so a run there trains with the same bits as one with
+``target.feature_cache_mib``.
 
 Legend: R rows, S tokens per row, T tokens of a shard, K taps, H target width.
 """
