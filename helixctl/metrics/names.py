@@ -110,5 +110,5 @@ def best_metric(wanted: str, present: Container[str]) -> str:
 
 
 def larger_is_better(name: str) -> bool:
-    """Whether a larger value of metric ``name`` is the better one; everything but losses and perplexities."""
-    return not name.endswith(("loss", "perplexity"))
+    """Whether a larger value of metric ``name`` is the better one: of lengths, accuracies and speeds, not of losses."""
+    return name.partition("/")[2].startswith(("acc", "speedup", "identical", "tokens_per_s", "mfu"))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from helixctl.metrics import names
 
 FORM = re.compile(r"[a-z]+(/[a-z0-9_-]+)+")
@@ -31,9 +33,16 @@ def test_families_have_the_form() -> None:
         assert FORM.fullmatch(family("target-0"))
 
 
-def test_only_losses_are_better_when_smaller() -> None:
-    assert not names.larger_is_better(names.VAL_LOSS)
-    assert names.larger_is_better(names.VAL_ACCEPT_LEN)
+@pytest.mark.parametrize(
+    "name", [names.VAL_ACCEPT_LEN, names.LIVE_ACCEPT_LEN, names.VAL_ACCURACY, names.val_accuracy(2)]
+)
+def test_lengths_and_accuracies_are_better_when_larger(name: str) -> None:
+    assert names.larger_is_better(name)
+
+
+@pytest.mark.parametrize("term", ["loss", "perplexity", "ce", "kl", "l1", "confidence", "confidence_error"])
+def test_losses_and_their_terms_are_better_when_smaller(term: str) -> None:
+    assert not names.larger_is_better(names.val_term(term))
 
 
 def test_live_decoding_chooses_the_best_where_there_is_any():
