@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # A test never reaches for a model on the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+# A shell that starts tests in the background has them ignore Ctrl-C, and so would every process that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A busy machine makes any deadline per example flaky; pytest's own timeout stands. Property tests try the same examples
 # in every run, so that a change is judged by what it changed; HELIXCTL_EXPLORE=1 looks for new ones, and a bug that is

@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,15 @@ def start_endless(folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
     return process, [os.pidfd_open(pid) for pid in pids]
 
 
+@pytest.fixture
+def endless_prepare(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """See ``start_endless``; over with the test, whatever the test found."""
+    process, workers = start_endless(tmp_path)
+    yield process, workers
+    process.kill()  # the workers die with it
+    process.wait()
+
+
 def wait_until_ended(handles: list[int]) -> None:
     """Returns when every process has ended; fails after a minute."""
     for handle in handles:
@@ -95,9 +105,11 @@ def test_processes_make_the_same_store_as_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("everybody", [True, False])
-def test_an_interrupt_ends_all_processes_and_leaves_the_old_store(tmp_path: Path, everybody: bool) -> None:
+def test_an_interrupt_ends_all_processes_and_leaves_the_old_store(
+    tmp_path: Path, endless_prepare: tuple[subprocess.Popen[str], list[int]], everybody: bool
+) -> None:
     """A terminal sends Ctrl-C to the whole group, other programs to the parent alone."""
-    process, workers = start_endless(tmp_path)
+    process, workers = endless_prepare
     (os.killpg if everybody else os.kill)(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGINT or process.returncode == 130
@@ -108,8 +120,10 @@ def test_an_interrupt_ends_all_processes_and_leaves_the_old_store(tmp_path: Path
     assert not (tmp_path / ".store.tmp").exists()
 
 
-def test_a_killed_parent_takes_its_workers_along(tmp_path: Path) -> None:
-    process, workers = start_endless(tmp_path)
+def test_a_killed_parent_takes_its_workers_along(
+    tmp_path: Path, endless_prepare: tuple[subprocess.Popen[str], list[int]]
+) -> None:
+    process, workers = endless_prepare
     process.kill()
     process.communicate(timeout=60)
     wait_until_ended(workers)
