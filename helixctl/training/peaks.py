@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
+from pathlib import Path
 
 import torch
 
@@ -13,16 +15,30 @@ from helixctl.memory import predicted_peaks, process_share
 
 HOST = "host"
 """Main memory in results, whatever it was used for."""
+_STATUS = Path("/proc/self/status")
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _GIB = 2**30
 
 
 def measured_peaks(plan: AnyPlan) -> dict[str, int]:
     """Most bytes at one time: of this process in main memory, of tensors on every GPU."""
-    peaks = {HOST: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    peaks = {HOST: process_peak()}
     for device in _gpus(plan):
         peaks[device] = torch.cuda.max_memory_allocated(device)
     return peaks
+
+
+def process_peak() -> int:
+    """Most bytes of main memory that this process held.
+
+    Linux gives a program the ``ru_maxrss`` of the one that started it, which may be far larger, so it only serves where
+    the kernel does not tell ``VmHWM``.
+    """
+    with contextlib.suppress(OSError):
+        for line in _STATUS.read_text("ascii", "replace").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def reserved_peaks(plan: AnyPlan) -> dict[str, int]:

@@ -75,7 +75,7 @@ def test_anything_else_is_not_overwritten(tmp_path: Path, kind: str) -> None:
     before = sorted(p.read_bytes() for p in (out.iterdir() if out.is_dir() else [out]))
     with pytest.raises(CheckpointError) as caught:
         export_drafter(make_drafter(source), source, out)
-    assert "--output" in (caught.value.fix or "")
+    assert "name a" in (caught.value.fix or "")
     assert sorted(p.read_bytes() for p in (out.iterdir() if out.is_dir() else [out])) == before
 
 

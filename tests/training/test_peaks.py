@@ -39,6 +39,19 @@ def test_every_run_reports_its_peak_beside_the_prediction(recipe: Path, tmp_path
     assert result["compiled"] == {}
 
 
+PEAK = "from helixctl.training.peaks import process_peak; print(process_peak())"
+LARGE = f"""
+import subprocess, sys
+held = b"x" * (2 << 30)
+subprocess.run([sys.executable, "-c", {PEAK!r}], check=True)
+"""
+
+
+def test_a_process_does_not_inherit_the_peak_of_the_one_that_started_it() -> None:
+    done = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 1 << 30
+
+
 DRAFTER = ("drafter.intermediate_size=16384", "drafter.num_layers=3", "train.steps=2")
 LM_SIZES = "vocab_size: 32000, hidden_size: 128, intermediate_size: 512, num_hidden_layers: 2, num_attention_heads: 4"
 LM = (f"model.config={{model_type: llama, {LM_SIZES}}}", "data.seq_len=128", "train.micro_batch_rows=4")
