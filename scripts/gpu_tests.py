@@ -16,14 +16,14 @@ from pathlib import Path
 from scripts.resumable import Command, Session, parser_for
 
 ROOT = Path(__file__).resolve().parents[1]
-MARKED = re.compile(r"pytest\.mark\.gpu\b")
+MARKED = re.compile(r"^ *(?:@|pytestmark = |marks=)\[?pytest\.mark\.gpu\b", re.MULTILINE)
 
 
 def gpu_tests(words: Sequence[str]) -> list[Command]:
     """A command per file under ``tests/`` with a test marked ``gpu``; with one of ``words`` in its path, if any."""
     files = sorted(path for path in (ROOT / "tests").rglob("test_*.py") if MARKED.search(path.read_text("utf-8")))
     names = [str(path.relative_to(ROOT)) for path in files]
-    pytest = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu")
+    pytest = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "--show-capture=no")
     return [Command(name, (*pytest, name)) for name in names if not words or any(word in name for word in words)]
 
 

@@ -71,7 +71,9 @@ def export_lm(model: Any, tokenizer: HelixTokenizer, card: LMCard, output_dir: P
     output_dir = output_dir.resolve()
     check_lm_replaceable(output_dir)
     _check_finite(model)
-    rounded = copy.deepcopy(model).to("cpu", torch.bfloat16)
+    rounded = copy.deepcopy(model).to("cpu")
+    for parameter in rounded.parameters():  # alone: in bfloat16 the angles of rotary positions would be others
+        parameter.data = parameter.data.to(torch.bfloat16)
     rounded.config.dtype = torch.bfloat16
     rounded.config.eos_token_id, rounded.config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
     rounded.config.bos_token_id = tokenizer.bos_token_id

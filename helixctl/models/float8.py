@@ -128,9 +128,13 @@ def multiply(tokens: Tensor, token_scales: Tensor, weight: Tensor, scales: Tenso
     Sums are kept as serving engines keep them: in the tensor core's own precision with scales of rows, in float32 from
     block to block.
     """
+    num_tokens = tokens.shape[0]
+    missing = -num_tokens % _MULTIPLE  # cuBLAS has no product of 1 token, nor, with scales of blocks, of 5
+    if missing:
+        tokens, token_scales = (_padded(x, missing) for x in (tokens, token_scales))
     if block is not None:
         token_scales = token_scales.t().contiguous().t()  # cuBLAS wants one group of all tokens behind the other
-    return torch._scaled_mm(
+    product = torch._scaled_mm(
         tokens,
         weight.t(),
         token_scales,
@@ -138,6 +142,12 @@ def multiply(tokens: Tensor, token_scales: Tensor, weight: Tensor, scales: Tenso
         out_dtype=torch.bfloat16,
         use_fast_accum=block is None,
     )
+    return product[:num_tokens]
+
+
+def _padded(x: Tensor, missing: int) -> Tensor:
+    """[T, G] with as many more rows of zeros."""
+    return torch.cat((x, x.new_zeros(missing, x.shape[1])))
 
 
 def multiplies_float8(device: torch.device, block: int | None = None) -> bool:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +22,26 @@ A run needs few: 3 of a drafter's layer in one thread (training and validation, 
 for each kind of layer and window. Torch's own limit of 8 is met by a process that makes several runs of other shapes on
 its main thread, such as tests.
 """
+
+
+_interpreting = threading.Event()
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """Nothing is compiled inside, in any thread; what was compiled before is interpreted as well."""
+    torch.compiler.set_stance("force_eager")
+    _interpreting.set()
+    try:
+        yield
+    finally:
+        _interpreting.clear()
+        torch.compiler.set_stance("default")
+
+
+def is_interpreted() -> bool:
+    """Whether some thread is inside of ``interpreted``."""
+    return _interpreting.is_set()
 
 
 def compile_fixed(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:

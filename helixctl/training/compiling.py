@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -26,6 +26,7 @@ import torch
 from helixctl.checkpoint.compiled import BUNDLE, FOLDER, SUFFIX, CacheFile, read_cache, unpack_cache
 from helixctl.errors import CheckpointError
 from helixctl.lm_plan import AnyPlan
+from helixctl.models.private import interpreted
 from helixctl.training.compile_key import Key, compiled_devices, differences, make_key
 
 logger = logging.getLogger(__name__)
@@ -149,12 +150,8 @@ def compiler(plan: AnyPlan, *, use_cache: bool = True) -> Iterator[CompileLog]:
     Call it on the main thread before any other starts and before anything is compiled.
     """
     if not compiled_devices(plan):
-        if plan.recipe.compile.mode == "off":
-            torch.compiler.set_stance("force_eager")
-        try:
+        with interpreted() if plan.recipe.compile.mode == "off" else nullcontext():
             yield CompileLog()
-        finally:
-            torch.compiler.set_stance("default")
         return
     for name in _IMPORTED_FIRST:
         importlib.import_module(name)

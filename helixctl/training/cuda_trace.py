@@ -63,7 +63,8 @@ def trace(path: Path, seconds: float, ended: threading.Event) -> dict[str, Any]:
     for name, value in _CUPTI.items():
         os.environ.setdefault(name, value)
     config = _ExperimentalConfig(profile_all_threads=True)
-    recorder = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], experimental_config=config)
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    recorder = profile(activities=activities, experimental_config=config, acc_events=True)  # without, torch 2.11 warns
     recorder.start()
     ended.wait(_WARM_UP_S)
     began_at = time.monotonic()

@@ -119,12 +119,16 @@ def test_captured_steps_equal_the_slow_loop_on_a_gpu(build, tmp_path, caplog):
     assert not caplog.records, "captured, not run step by step"
 
 
+def wait_for_the_device(_layer, _inputs, output):
+    output.sum().item()
+
+
 @pytest.mark.gpu
 def test_a_model_that_waits_for_the_device_is_decoded_without_a_graph(tmp_path, caplog):
     target = Target.load(TargetOptions(model=str(save_tiny(tiny_llama(), tmp_path))), [0], "cuda", torch.float32)
     options = DecodeOptions(max_new_tokens=9, batch_size=2)
     expected = decode_plain(target, PROMPTS, options)
-    target.layers[0].register_forward_hook(lambda layer, inputs, output: output.sum().item() and None)
+    target.layers[0].register_forward_hook(wait_for_the_device)
     with caplog.at_level(logging.WARNING):
         assert answers(SteadyDecoder(target), PROMPTS, options) == expected
     assert "cannot be captured" in caplog.text

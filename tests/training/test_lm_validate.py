@@ -9,13 +9,17 @@ from typing import Any
 import pytest
 import torch
 
+from helixctl.checkpoint.lm_export import LMCard, export_lm
 from helixctl.checkpoint.store import load_checkpoint
 from helixctl.errors import CheckpointError
 from helixctl.models.attention import SegmentPacking
+from helixctl.models.tokenizer import HelixTokenizer
 from helixctl.training.lm_commands import run_lm_export
 from helixctl.training.lm_validate import run_lm_validation
 from helixctl.training.run import run_training
+from tests.data import templates
 from tests.lm_worlds import make_lm_world, make_lm_world_plan
+from tests.tiny import tiny_llama
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +83,17 @@ def test_other_architectures_train_and_export(config: str, packing: str, recipe:
     assert run_training(plan).finished
     assert all(proof.passed for proof in run_lm_validation(plan).proofs)
     assert run_lm_export(plan).max_logit_diff < 1e-4
+
+
+def test_positions_are_turned_by_exact_angles_in_what_an_export_is_compared_with(tmp_path: Path) -> None:
+    """Angles rounded to bfloat16 show only where attention is sharp, as in a trained model."""
+    model = tiny_llama(vocab_size=320, head_dim=64)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.mul_(40.0)
+            layer.self_attn.k_proj.weight.mul_(40.0)
+    result = export_lm(model, HelixTokenizer(templates.byte_tokenizer()), LMCard("sharp"), tmp_path / "out")
+    assert result.max_logit_diff < 1e-5
 
 
 def test_an_export_replaces_nothing_else(recipe: Path, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ class Watch:
         """Count what was watched."""
         if step == self._first:
             torch.cuda.set_sync_debug_mode("error")
-        elif step > self._first:
+        elif self._first < step <= self._last:
             self.watched += 1
         if step == self._last:
             torch.cuda.set_sync_debug_mode("default")

@@ -13,8 +13,9 @@ import torch
 
 from helixctl.checkpoint.compiled import write_cache
 from helixctl.errors import CheckpointError, HelixError, UsageError
-from helixctl.machine import World
-from helixctl.plan import Plan
+from helixctl.machine import World, read_machine
+from helixctl.plan import Plan, make_plan
+from helixctl.recipe.load import load_recipe
 from helixctl.training.compile_key import make_key
 from helixctl.training.compiling import CacheUse, Compiled, CompileLog
 from helixctl.warmup import child, compile
@@ -147,7 +148,8 @@ def test_an_error_is_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.gpu
 def test_a_fresh_process_finds_all_of_it_on_a_gpu(recipe: Path, tmp_path: Path) -> None:
     overrides = ["drafter.head_dim=16", "drafter.num_anchors=16", "data.seq_len=128"]
-    plan = make_world_plan(recipe, "pipeline.targets=['cuda:0']", "pipeline.drafters=['cuda:0']", *overrides)
+    devices = ("pipeline.targets=['cuda:0']", "pipeline.drafters=['cuda:0']")
+    plan = make_plan(load_recipe(recipe, (*devices, *overrides)), read_machine())
     result = warm_up(plan, tmp_path / "cache.bin")
     assert set(result.cold) == {"target-0", "drafter-0"}
     assert result.misses == 0

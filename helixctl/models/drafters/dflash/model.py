@@ -34,7 +34,7 @@ from helixctl.models.drafters._objective import Drafted, train_terms, validation
 from helixctl.models.drafters._options import BlockOptions
 from helixctl.models.drafters._sizes import Shape
 from helixctl.models.drafters._terms import LossTerms
-from helixctl.models.private import compiled_here
+from helixctl.models.private import compiled_here, is_interpreted
 from helixctl.models.shared import SharedWeights
 
 
@@ -231,6 +231,8 @@ class DFlashDraftModel(nn.Module):
         backend, causal = self.options.attention, self.variant.causal
         if backend == "auto" and on_cpu:
             backend = "dense" if self.compiles else "groups"  # groups have other shapes in every micro-batch
+        elif backend == "auto" and is_interpreted():
+            backend = "dense"  # interpreted flex_attention keeps all scores as well, and warns
         if backend == "groups":
             return make_group_attention(blocks, causal=causal)
         if backend == "dense":

@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from helixctl.models.drafters import _group_attention
+from helixctl.models.drafters._attention import DenseAttention, FlexAttention
 from helixctl.models.drafters._blocks import make_blocks, slot_weights
+from helixctl.models.private import interpreted
 from tests.models.drafters.dflash.builders import (
     FACTS,
     MASK,
@@ -42,6 +44,20 @@ def test_backends_equal_the_dense_reference(backend):
     assert out.shape == (2, 6, 5, FACTS.hidden_size)
     assert out.isfinite().all() and expected.isfinite().all()
     torch.testing.assert_close(out[slot.anchor_valid], expected[slot.anchor_valid], rtol=1e-4, atol=1e-5)
+
+
+def test_interpreted_blocks_of_a_device_use_one_mask():
+    """flex_attention without its compiler is no kernel."""
+    slot, model = packed_slot(), make_model()
+    blocks = make_blocks(slot, 5, MASK)
+    tensors: Any = {name: value.to("meta") for name, value in vars(blocks).items() if isinstance(value, torch.Tensor)}
+    slot, blocks = (
+        dataclasses.replace(slot, document_ids=slot.document_ids.to("meta")),
+        dataclasses.replace(blocks, **tensors),
+    )
+    assert isinstance(model._attention(slot, blocks), FlexAttention)
+    with interpreted():
+        assert isinstance(model._attention(slot, blocks), DenseAttention)
 
 
 @pytest.mark.parametrize(("most", "least"), [(1, 1), (2, 1), (3, 4), (16, 4)])
