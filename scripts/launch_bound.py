@@ -3,8 +3,9 @@
     python -m scripts.launch_bound FOLDER                on a GPU: 0.6B shape, rows of 1,024 tokens, two minutes
     python -m scripts.launch_bound FOLDER --shape tiny   on a CPU, to see that it runs
 
-Before: every operation is launched by Python. After: compiled layers and captured graphs, the default. One JSON line
-each; the reports stay in FOLDER/before and FOLDER/after.
+Before: the target is launched operation by operation, the drafter's compiled layers by Python, as other trainers do it.
+After: compiled layers and captured graphs, the default. One JSON line each; the reports stay in FOLDER/before and
+FOLDER/after.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from helixctl.data.fingerprint import describe_tokenizer
 from scripts.shapes import SHAPES, write_recipe
 
-EAGER = ("compile.mode=off", "target.compile=off")
+EAGER = ("target.compile=off", "compile.graphs=off")
 BUSY = ("checkpoint.every_steps=1000000",)
 LOG_CHARACTERS = 3000
 
@@ -69,6 +70,7 @@ def profiled(recipe: Path, name: str, sets: tuple[str, ...], seconds: int) -> di
     """The verdict, its numbers and how busy the process was; or what the command said when there is none."""
     out = recipe.parent / name
     words = [sys.executable, "-m", "helixctl", "profile", str(recipe), "--seconds", str(seconds), "--output", str(out)]
+    words += ["--cuda"] if torch.cuda.is_available() else []
     for value in (*BUSY, *sets):
         words += ["--set", value]
     done = subprocess.run(words, capture_output=True, text=True, check=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Literal
 
 from helixctl.profiling.causes import causes, gil_held
@@ -35,11 +36,15 @@ _LIMITS = {
     "filler": ("V4", "transfer-bound", "see the cause; rows of tokens are small"),
     "post": ("V4", "transfer-bound", "pin and overlap the copies, fewer taps, or features that stay on their GPU"),
 }
+_SHARED = tuple("bcdef")
+"""Causes that slow a stage nobody waits for: the launch of kernels, waits for a device, memory, the GIL, cores."""
 _PLACE = {"reader": 0, "target": 1, "post": 2, "filler": 2, "drafter": 3, "trainer": 3}
 
 
 def judge(facts: Facts, limits: Thresholds = DEFAULTS) -> Verdict:
     """Apply all rules."""
+    basis = _basis(facts)
+    facts = _without_doubtful_stacks(facts, limits)
     dead = list(_dead(facts, limits))
     doubts = list(_doubts(facts, limits))
     named = list(_limiting(facts, limits))
@@ -52,15 +57,39 @@ def judge(facts: Facts, limits: Thresholds = DEFAULTS) -> Verdict:
         found = [_nothing(facts)]
     headline = found[0]
     cause = None
-    if headline in named and headline.code != "V7":
+    if headline in named:
         letters = [
             finding
             for finding in named
             if finding.code.startswith(headline.code.split("+")[0]) and finding is not headline
         ]
-        cause = next((finding for finding in letters if finding.level == "high"), None)
+        told = [finding for finding in letters if headline.code != "V7" or finding.code.endswith(_SHARED)]
+        cause = next((finding for finding in told if finding.level == "high"), None)
     unknown = tuple(_unknown(facts, limits))
-    return Verdict(headline, cause, tuple(_once(found)), _confidence(facts, limits), _basis(facts), unknown)
+    return Verdict(headline, cause, tuple(_once(found)), _confidence(facts, limits), basis, unknown)
+
+
+def _without_doubtful_stacks(facts: Facts, limits: Thresholds) -> Facts:
+    """The same without stacks where too many looks failed: pipeline, kernel and GPUs count for themselves.
+
+    A look fails when a stack changes under it, so what is left misses the threads that run most. Only a process without
+    a pipeline has nothing but stacks to go by.
+    """
+    if facts.error_share <= limits.max_errors or not facts.roles:
+        return facts
+    return replace(
+        facts,
+        ticks=0,
+        error_share=0.0,
+        stacks_problem=_failed_looks(facts),
+        stages=tuple(stage.without_stacks() for stage in facts.stages),
+        roles=tuple(replace(r, stages=tuple(stage.without_stacks() for stage in r.stages)) for r in facts.roles),
+        gil_share=None,
+    )
+
+
+def _failed_looks(facts: Facts) -> str:
+    return f"{100 * facts.error_share:.0f} % of the looks failed"
 
 
 def _once(found: list[Finding]) -> Iterator[Finding]:
@@ -108,10 +137,10 @@ def _doubts(facts: Facts, limits: Thresholds) -> Iterator[Finding]:
     numbers: dict[str, float | int | str] = {"seconds": facts.seconds, "looks": facts.ticks}
     if facts.seconds < limits.min_seconds:
         reasons.append(f"{facts.seconds:.1f} s of at least {limits.min_seconds:g} s")
-    if 0 < facts.ticks < limits.min_ticks:
+    if 0 < facts.ticks * (1 + facts.error_share) < limits.min_ticks:
         reasons.append(f"{facts.ticks} looks at the stacks of at least {limits.min_ticks}")
     if facts.error_share > limits.max_errors:
-        reasons.append(f"{100 * facts.error_share:.0f} % of the looks failed")
+        reasons.append(_failed_looks(facts))
     if not facts.warmed_up:
         reasons.append("set-up was not over")
     loss = facts.slowdown

@@ -60,7 +60,7 @@ def _launch_bound(facts: Facts, role: RoleFacts, limits: Thresholds) -> Iterator
     elif role.computing_share >= limits.headroom and not role.leaf_share("cuda.") and role.gil_share < limits.gil_own:
         numbers = {"gpu_util_pct": util, "computing_share": role.computing_share}
         told = "profile with --cuda to see what it launches; " + advice
-        yield Finding("b", "host-bound: the GPU waits for this thread", "high", numbers, told)
+        yield Finding("b", "launch- or GIL-bound: the GPU waits for this thread", "high", numbers, told)
 
 
 def _sync_bound(facts: Facts, role: RoleFacts, limits: Thresholds) -> Iterator[Finding]:

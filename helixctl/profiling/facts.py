@@ -48,6 +48,11 @@ class StageFacts:
     cuda: StageCuda | None = None
     """None without a trace, or where it launched nothing."""
 
+    def without_stacks(self) -> StageFacts:
+        """The same but for what stacks tell; the places where they were seen stay."""
+        kept = {name: share for name, share in self.leaf_shares.items() if self.cuda and name.startswith("cuda.")}
+        return replace(self, leaf_shares=kept, gil_share=None)
+
     def with_measured_calls(self) -> StageFacts:
         """The shares of CUDA calls as the trace measured them, where there is one."""
         if self.cuda is None:
