@@ -50,7 +50,9 @@ class DenseAttention:
     def __call__(self, query: Tensor, context: KeyValue, block: KeyValue) -> Tensor:
         """See ``BlockAttention``."""
         q, k, v = _by_row(query, context, block)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, enable_gqa=True)
+        if q.is_cuda:  # a kernel there that takes a mask and keeps no scores wants as many heads on either side
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, enable_gqa=not q.is_cuda)
         return out.transpose(1, 2).reshape(query.shape)
 
 
