@@ -4,7 +4,7 @@
     scripts/benchmark all --out gpu_benchmarks.jsonl 8b lm    only those with one of these words in their name
 
 Some compile for a minute first. Those of a real target and real answers are commands of their own: `scripts/benchmark
-ablation`, `scripts/regenerate_benchmark.py` and `scripts/circle`.
+ablation` and `scripts/regenerate_benchmark.py`.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ def benchmarks(folder: Path, num_gpus: int) -> list[Command]:
         _shape("0.6b-small", "0.6b-small", expected_s=80),
         _shape("0.6b fp8", "0.6b", *fp8, expected_s=100),
         _python("warm-up 8b", "scripts.warmup_shape", "8b", expected_s=120),
+        Command("circle", ("bash", "scripts/circle"), expected_s=270, limit_s=540),
     ]
 
 

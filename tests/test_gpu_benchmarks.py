@@ -8,20 +8,25 @@ import pytest
 
 from scripts import gpu_benchmarks
 from scripts.gpu_benchmarks import benchmarks
+from tests.conftest import ROOT
 
 
 def test_every_measurement_has_a_script_and_a_name_of_its_own(tmp_path):
     commands = benchmarks(tmp_path, 2)
     assert len({command.name for command in commands}) == len(commands)
     for command in commands:
-        assert callable(importlib.import_module(command.words[2]).main)
+        script, *words = command.words[1:]
+        if script == "-m":
+            assert callable(importlib.import_module(words[0]).main)
+        else:
+            assert (ROOT / script).is_file()
 
 
 @pytest.mark.parametrize("name", ["scripts.benchmark_shape", "scripts.topologies", "scripts.warmup_shape"])
 def test_options_are_known(name, tmp_path):
     module = importlib.import_module(name)
     for command in benchmarks(tmp_path, 2):
-        if command.words[2] == name:
+        if command.words[1:3] == ("-m", name):
             module.parse_options(list(command.words[3:]))
 
 
