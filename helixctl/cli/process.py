@@ -3,7 +3,7 @@
 What the terminal, the file or the pipe behind it cannot take is no bug: unknown characters are replaced, a closed
 pipe ends the command, and a full disk is named.
 
-Exit codes: 0 done, 1 failed, 2 wrong use, 130 Ctrl-C, 143 SIGTERM.
+Exit codes: 0 done, 1 failed, 2 wrong use, 130 Ctrl-C, 141 closed pipe, 143 SIGTERM.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 from helixctl.cli.render import render_bug, render_error, render_stopped
 from helixctl.errors import FULL_DISK, FULL_DISK_PAGE, HelixError, UsageError
@@ -38,8 +38,11 @@ def run_process(command: Callable[[], object]) -> None:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        _discard_output()
-        sys.exit(1)
+        _leave_closed_pipe()
+    except SystemExit as ended:
+        if isinstance(ended.__context__, BrokenPipeError):  # Typer has seen it first
+            _leave_closed_pipe()
+        raise
     except OSError as error:
         explained = _explain(error)
         render_error(explained) if explained is not None else render_bug(error)
@@ -53,6 +56,11 @@ def run_process(command: Callable[[], object]) -> None:
     except Exception as error:
         render_bug(error)
         sys.exit(1)
+
+
+def _leave_closed_pipe() -> NoReturn:
+    _discard_output()
+    sys.exit(128 + signal.SIGPIPE)
 
 
 def _prepare_output() -> None:

@@ -7,7 +7,7 @@ Sections are strict (unknown keys are errors) and frozen. A drafter's own option
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -373,8 +373,6 @@ class Recipe(RecipeSections):
 class DrafterOptions(Section):
     """Options that every drafter algorithm has; plug-ins extend it in their options.py."""
 
-    tells_confidence: ClassVar[bool] = False
-    """Whether decoding learns from such a drafter how sure it is of its drafts."""
     algorithm: str
     """Name of a plug-in folder in models/drafters."""
     num_layers: PositiveInt = 5
@@ -396,3 +394,8 @@ class DrafterOptions(Section):
     recipe does not say of the drafter's sizes, taps, block and mask token is then taken from its configuration."""
     freeze: tuple[str, ...] = ()
     """Parts whose weights stay as they are, by the names of the published tensors: `fc`, `layers.0`, `layers.*.mlp`."""
+
+    @property
+    def tells_confidence(self) -> bool:
+        """Whether decoding learns from such a drafter how sure it is of its drafts."""
+        return False

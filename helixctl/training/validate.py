@@ -293,7 +293,7 @@ def _check(request: ValidationRequest, plan: Plan) -> None:
     if request.confidence_threshold is not None and not plan.recipe.drafter.tells_confidence:
         algorithm = plan.recipe.drafter.algorithm
         raise UsageError(
-            f"--confidence-threshold: {algorithm} drafters do not tell how sure they are of their drafts",
+            f"--confidence-threshold: this {algorithm} drafter does not learn how sure it is of its drafts",
             fix="leave it out; --block-size drafts less",
         )
     if request.tree_budget is not None and request.confidence_threshold is not None:

@@ -45,7 +45,7 @@ def test_a_full_disk_behind_the_output_is_named(word: str) -> None:
 
 
 def test_a_closed_pipe_ends_the_command_without_a_word(closed_pipe: int) -> None:
-    assert start("docs", "errors", stdout=closed_pipe) == (1, "")
+    assert start("docs", "errors", stdout=closed_pipe) == (141, "")
 
 
 def test_closed_streams_are_as_good_as_dev_null() -> None:

@@ -57,7 +57,7 @@ class StepBytes:
 
 def step_bytes(options: BlockOptions, facts: TargetFacts, work: Work) -> StepBytes:
     """Peak of one training micro-batch with as many anchors in use as there can be, and every token supervised."""
-    s, options = make_shape(options, facts), _with_computed_anchors(options, work)
+    s, options = make_shape(options, facts), with_computed_anchors(options, work)
     slots, tokens = work.rows * options.num_anchors * s.block_size, work.rows * work.seq_len
     per_slot = s.num_layers * (_kept_per_slot(s, work) + _attention_per_slot(s, options, work))
     final_norm = s.hidden_size * (_norm_bytes(work) + work.compute_bytes)
@@ -69,8 +69,8 @@ def step_bytes(options: BlockOptions, facts: TargetFacts, work: Work) -> StepByt
     )
 
 
-def _with_computed_anchors(options: BlockOptions, work: Work) -> BlockOptions:
-    """On a CPU blocks of valid anchors are computed, in groups; elsewhere, and with dense attention, all of them."""
+def with_computed_anchors(options: BlockOptions, work: Work) -> BlockOptions:
+    """Options with as many anchors as are computed: on a CPU, in groups, those of the fullest row; elsewhere all."""
     if work.on_gpu or work.compiled or work.most_anchors is None or options.attention not in ("auto", "groups"):
         return options
     return options.model_copy(update={"num_anchors": max(1, min(options.num_anchors, work.most_anchors))})

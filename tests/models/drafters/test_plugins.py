@@ -84,10 +84,13 @@ def test_decoding_is_lossless_and_every_proof_holds(made: Made) -> None:
 
 
 def test_blocks_are_cut_where_it_expects_less_and_it_is_refused_where_it_expects_nothing(made: Made) -> None:
+    refusal = f"this {made.algorithm} drafter does not learn how sure it is"
     if not made.plan().recipe.drafter.tells_confidence:
-        with pytest.raises(UsageError, match=f"{made.algorithm} drafters do not tell how sure they are"):
+        with pytest.raises(UsageError, match=refusal):
             run_validation(made.plan(), ValidationRequest(confidence_threshold=0.5))
         return
+    with pytest.raises(UsageError, match=refusal):
+        run_validation(made.plan("drafter.loss.confidence=0"), ValidationRequest(confidence_threshold=0.5))
     whole = run_validation(made.plan(), ValidationRequest(confidence_threshold=0.0, acceptance_only=True))
     cut = run_validation(made.plan(), ValidationRequest(confidence_threshold=0.5))
     assert cut.lossless and whole.total is not None and cut.total is not None and whole.confidence is not None

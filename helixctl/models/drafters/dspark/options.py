@@ -5,8 +5,7 @@ Legend: H target width, V vocabulary, r rank of the sequential head, N slots of 
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
@@ -49,8 +48,6 @@ class Loss(_options.Loss):
 class Options(BlockOptions):
     """Every slot of a block predicts the next token, biased by the token before it through two factors of low rank."""
 
-    tells_confidence: ClassVar[bool] = True
-    """By the confidence head."""
     algorithm: Literal["dspark"] = "dspark"
     block_size: Annotated[int, Field(ge=2)] = 8
     """Tokens drafted per block, the anchor included: one more than the block has slots, and than published
@@ -59,6 +56,11 @@ class Options(BlockOptions):
     """Rank of the sequential head."""
     loss: Loss = Loss()
     """What a block is trained on."""
+
+    @property
+    def tells_confidence(self) -> bool:
+        """By the confidence head: one that is trained, or came with the drafter that this one starts from."""
+        return self.loss.confidence > 0 or self.init_from is not None
 
 
 def parameter_count(options: Options, facts: TargetFacts) -> int:
@@ -69,9 +71,16 @@ def parameter_count(options: Options, facts: TargetFacts) -> int:
 
 def step_bytes(options: Options, facts: TargetFacts, work: Work) -> StepBytes:
     """Peak of one training micro-batch with every anchor in use and every token supervised, in bytes."""
+    options, c = (
+        options.model_copy(update={"block_size": options.block_size - 1}),
+        work.compute_bytes,
+    )  # slots of a block
     layers = _memory.step_bytes(options, facts, work)
-    slots = work.rows * options.num_anchors * (options.block_size - 1)
+    num_anchors = _memory.with_computed_anchors(options, work).num_anchors
+    looked_up = work.rows * num_anchors * options.block_size * options.markov_rank
     table = facts.vocab_size * options.markov_rank
-    left = slots * options.markov_rank * (4 + 2 * work.compute_bytes)  # looked up, cast, and its gradient
-    copies = table * work.compute_bytes if work.compute_bytes < 4 else 0
-    return replace(layers, kept=layers.kept + left + table * 4, copies=layers.copies + copies)
+    return StepBytes(
+        kept=layers.kept + looked_up * (4 + (c if c < 4 else 0)) + table * 4,
+        passing=layers.passing + looked_up * c,
+        copies=layers.copies + (table * c if c < 4 else 0),
+    )

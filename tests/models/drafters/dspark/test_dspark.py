@@ -18,14 +18,16 @@ from helixctl.checkpoint.published import open_published
 from helixctl.decoding.policy import DraftCall
 from helixctl.errors import CheckpointError
 from helixctl.models.drafters._blocks import make_blocks
+from helixctl.models.drafters._memory import Work
 from helixctl.models.drafters.dspark import plugin
 from helixctl.models.drafters.dspark.check import check
 from helixctl.models.drafters.dspark.formats import deepspec
 from helixctl.models.drafters.dspark.heads import ConfidenceHead, MarkovHead
 from helixctl.models.drafters.dspark.objective import train_terms
-from helixctl.models.drafters.dspark.options import Options, parameter_count
+from helixctl.models.drafters.dspark.options import Options, parameter_count, step_bytes
 from tests.checkpoint.builders import make_facts
 from tests.models.drafters.dflash.builders import FACTS, MASK, TAPS, gradients, make_shared, make_slot, packed_slot
+from tests.models.drafters.test_memory import ANCHORS, BLOCK, ROWS, SEQ_LEN, WIDE, full_slot, kept_bytes
 from tests.models.drafters.test_objective import shared_with_norm, with_last_hidden
 
 BASE: dict[str, Any] = {"num_layers": 2, "num_taps": 3, "block_size": 5, "num_anchors": 6, "mask_token_id": MASK}
@@ -366,3 +368,17 @@ def test_check_compares_tensors_with_the_configuration(tmp_path):
 def test_dynamic_weights_are_refused():
     with pytest.raises(ValidationError, match="not available with a sequential head"):
         Options.model_validate({**BASE, "loss": {"position_weights": "dpace"}})
+
+
+@pytest.mark.parametrize("num_valid", [ANCHORS // 2, ANCHORS])
+@pytest.mark.parametrize("rank", [16, 256])
+@pytest.mark.parametrize(("dtype", "compute_bytes"), [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_what_backward_needs_is_counted(dtype, compute_bytes, rank, num_valid):
+    sizes = {"num_anchors": ANCHORS, "block_size": BLOCK, "markov_rank": rank}
+    options = Options.model_validate({**BASE, **sizes})
+    slot = full_slot(dtype)
+    slot.anchor_valid[:, num_valid:] = False
+    slot = dataclasses.replace(slot, last_hidden=torch.randn(ROWS, SEQ_LEN, WIDE.hidden_size, dtype=dtype))
+    kept = kept_bytes(plugin.build(options, WIDE, TAPS, 0), slot, dtype)
+    told = step_bytes(options, WIDE, Work(ROWS, SEQ_LEN, compute_bytes, on_gpu=False, most_anchors=num_valid))
+    assert told.kept + told.copies == pytest.approx(kept, rel=0.1)
