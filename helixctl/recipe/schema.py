@@ -56,8 +56,7 @@ class TargetOptions(Section):
     attention: Literal["auto", "segments", "flex", "dense"] = "auto"
     """How packed documents are kept apart: a call per document, compiled flex_attention, or one dense mask (slow)."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """Compile the target's layers with flex attention. auto: on a GPU, and where `compile.mode` is on; off:
-    segments."""
+    """Compile the target's layers with flex attention; off: segments. auto: on a GPU, or where `compile.mode` is on."""
     feature_cache_mib: NonNegativeInt = 0
     """Memory for features of documents already seen, per target loop and on its device: a set that fits needs one
     target pass. They are computed one document at a time; by a compiled target, in the rows of the first epoch. 0
