@@ -249,8 +249,28 @@ def unreadable(path: Path, error: OSError | ValueError) -> ModelError:
 
 @cache
 def _tell_of_hub(model: str) -> None:
-    """Once for a model: a mistyped folder looks like a name, and asking a hub out of reach takes half a minute."""
+    """Once for a model: a mistyped folder looks like a name."""
     _log.warning("%s is no folder here: asking the hub for it", model)
+
+
+def _out_of_reach(model: str) -> ModelError:
+    return ModelError(f"{model!r} is no folder, not in the hub's cache, and the hub cannot be reached", fix=_FIX)
+
+
+def _reach_hub(model: str, file: str) -> None:
+    """Ask once, where a download would try for half a minute whatever the cause; any answer is left to the download.
+
+    Raises:
+        ModelError: nobody listens there, or the name of the hub is unknown.
+    """
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+    try:
+        get_hf_file_metadata(hf_hub_url(model, file), timeout=5)
+    except Exception as error:
+        if type(error).__name__ == "ConnectError":  # of httpx or httpx2, as the version of huggingface_hub has it
+            raise _out_of_reach(model) from error
+        _log.debug("asking the hub for %s of %s: %s", file, model, error)  # the download says it better
 
 
 def find_model_file(model: str, file: str) -> Path | None:
@@ -272,12 +292,11 @@ def find_model_file(model: str, file: str) -> Path | None:
     if isinstance(cached, str):
         return Path(cached)
     _tell_of_hub(model)
+    _reach_hub(model, file)
     try:
         return Path(hf_hub_download(model, file, etag_timeout=5))
     except LocalEntryNotFoundError as error:
-        raise ModelError(
-            f"{model!r} is no folder, not in the hub's cache, and the hub cannot be reached", fix=_FIX
-        ) from error
+        raise _out_of_reach(model) from error
     except EntryNotFoundError:
         return None
     except Exception as error:  # huggingface_hub raises a dozen unrelated classes here, all with the same remedy

@@ -6,6 +6,7 @@ import json
 import math
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
 from helixctl.errors import ModelError
@@ -151,3 +152,12 @@ def test_defaults_of_configuration_classes_are_those_of_transformers() -> None:
     for name, values in _CLASS_DEFAULTS.items():
         defaults = transformers.CONFIG_MAPPING[name]()
         assert values == {key: getattr(defaults, key) for key in values}, name
+
+
+def test_a_hub_out_of_reach_is_asked_once(monkeypatch):
+    """A download would ask again for half a minute."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", None)
+    with pytest.raises(ModelError, match="the hub cannot be reached"):
+        find_model_file("nobody/nothing", "config.json")
