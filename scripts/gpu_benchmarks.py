@@ -28,7 +28,7 @@ def benchmarks(folder: Path, num_gpus: int) -> list[Command]:
         *(two_gpus() if num_gpus >= 2 else ()),
         _python("topologies", "scripts.topologies", *topologies, expected_s=300),
         _shape("8b packed", "8b", "--mean-length", "600", expected_s=130),
-        _python("profile 0.6b-small", "scripts.launch_bound", str(folder / "launch_bound"), expected_s=150),
+        _python("profile 0.6b-small", "scripts.launch_bound", str(folder / "launch_bound"), expected_s=250),
         _python("lm 87m", "scripts.lm_baseline", expected_s=180),
         _shape("0.6b packed", "0.6b", "--mean-length", "600", expected_s=100),
         _shape("8b", "8b", expected_s=130),

@@ -43,10 +43,12 @@ def main() -> int:
     )
     write_weights(recipe.parent / "target")
     tokenizer.save_pretrained(recipe.parent / "target")
-    found = {name: profiled(recipe, name, sets, options.seconds) for name, sets in (("before", EAGER), ("after", ()))}
-    for name, one in found.items():
-        print(json.dumps({"profile": name, "shape": options.shape, **one}))
-    return 0 if all("verdict" in one for one in found.values()) else 1
+    are_there = []
+    for name, sets in (("before", EAGER), ("after", ())):
+        one = profiled(recipe, name, sets, options.seconds)
+        print(json.dumps({"profile": name, "shape": options.shape, **one}), flush=True)
+        are_there.append("verdict" in one)
+    return 0 if all(are_there) else 1
 
 
 def byte_tokenizer() -> transformers.PreTrainedTokenizerFast:

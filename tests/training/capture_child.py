@@ -1,4 +1,7 @@
-"""`python -m tests.training.capture_child RECIPE N`: stores features, and dies by SIGKILL at document N."""
+"""`python -m tests.training.capture_child RECIPE N`: stores features, and dies by SIGKILL at document N.
+
+It waits there until a first shard is on the disk: another thread writes them.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from helixctl.models.target import Target
@@ -19,13 +23,20 @@ SHARD_BYTES = 1 << 14
 def main() -> None:
     recipe, last = Path(sys.argv[1]), int(sys.argv[2])
     original, calls = Target.features, iter(range(last + 1))
+    write, written = Capture.write, Event()
 
     def features(self: Target, batch: Any, **options: Any) -> Any:
         if next(calls) == last:
+            assert written.wait(60)
             os.kill(os.getpid(), signal.SIGKILL)
         return original(self, batch, **options)
 
+    def write_and_tell(self: Capture, shard: Any, tensors: Any) -> None:
+        write(self, shard, tensors)
+        written.set()
+
     Target.features = features  # type: ignore[method-assign]  # in a process that does nothing else
+    Capture.write = write_and_tell  # type: ignore[assignment, method-assign]  # the same
     run_capture(Capture(make_world_plan(recipe), recipe.parent / "features", shard_bytes=SHARD_BYTES))
 
 
