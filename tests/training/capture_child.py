@@ -35,8 +35,9 @@ def main() -> None:
         write(self, shard, tensors)
         written.set()
 
-    Target.features = features  # type: ignore[method-assign]  # in a process that does nothing else
-    Capture.write = write_and_tell  # type: ignore[assignment, method-assign]  # the same
+    # In a process that does nothing else; mypy also misses the parameters' names that nobody uses here.
+    Target.features = features  # type: ignore[method-assign]
+    Capture.write = write_and_tell  # type: ignore[assignment, method-assign]
     run_capture(Capture(make_world_plan(recipe), recipe.parent / "features", shard_bytes=SHARD_BYTES))
 
 

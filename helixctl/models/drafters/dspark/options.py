@@ -71,10 +71,8 @@ def parameter_count(options: Options, facts: TargetFacts) -> int:
 
 def step_bytes(options: Options, facts: TargetFacts, work: Work) -> StepBytes:
     """Peak of one training micro-batch with every anchor in use and every token supervised, in bytes."""
-    options, c = (
-        options.model_copy(update={"block_size": options.block_size - 1}),
-        work.compute_bytes,
-    )  # slots of a block
+    c = work.compute_bytes
+    options = options.model_copy(update={"block_size": options.block_size - 1})  # a block has one slot less
     layers = _memory.step_bytes(options, facts, work)
     num_anchors = _memory.with_computed_anchors(options, work).num_anchors
     looked_up = work.rows * num_anchors * options.block_size * options.markov_rank
